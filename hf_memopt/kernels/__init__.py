@@ -1,0 +1,60 @@
+"""Choosing a kernel: ``select(kernel, device)`` gives the backend module whose ``ternary_adamw_`` and ``dense_adamw_`` do the update.
+
+============  ==========================================================  =======================
+name          what it is                                                  devices
+============  ==========================================================  =======================
+reference     plain torch on tiles, the definition of the numbers         any with float64
+compiled      one pass in C, built at first use by the system's compiler  CPU
+triton        one fused kernel                                            CUDA
+auto          triton on CUDA, compiled on the CPU, else reference
+============  ==========================================================  =======================
+
+All give the same weights and the same state, bit for bit (``README.md``), so the choice is about speed alone and a checkpoint does not remember it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+
+KERNELS = ("auto", "reference", "compiled", "triton")
+
+_DEVICES = {"compiled": "cpu", "triton": "cuda"}
+_logger = logging.getLogger("hf_memopt")
+_told: set[str] = set()
+
+
+def select(kernel: str, device_type: str) -> tuple[str, ModuleType]:
+    """The name and module of the backend for parameters on ``device_type``.
+
+    Raises:
+        ValueError: the kernel is unknown or does not work on this device or machine; the sentence says why.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r} is not a kernel: choose one of {', '.join(KERNELS)}.")
+    if kernel == "reference":
+        return kernel, _backend(kernel)
+    if kernel == "auto":
+        fast = next((name for name, device in _DEVICES.items() if device == device_type), None)
+        if fast is None:
+            return "reference", _backend("reference")
+        usable, why = _backend(fast).available()
+        if usable:
+            return fast, _backend(fast)
+        if why not in _told:
+            _told.add(why)
+            _logger.warning("The %s kernel is not usable (%s): the slower reference kernel is used, with the same results.", fast, why)
+        return "reference", _backend("reference")
+    if _DEVICES[kernel] != device_type:
+        raise ValueError(
+            f"kernel={kernel!r} works on {_DEVICES[kernel]} parameters, but a parameter is on {device_type}: set kernel=auto."
+        )
+    usable, why = _backend(kernel).available()
+    if not usable:
+        raise ValueError(f"kernel={kernel!r} is not usable here ({why}): set kernel=auto or kernel=reference.")
+    return kernel, _backend(kernel)
+
+
+def _backend(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __name__)

@@ -1,0 +1,227 @@
+"""The updates in plain torch: the twin that every faster kernel must equal bit for bit, and the kernel of last resort.
+
+``README.md`` beside this file defines the step; the code below carries it out operation by operation. It works on tiles of at most ``TILE`` elements, so its
+temporaries stay under about 40 MB whatever the parameter's size, and it makes no assumption on the strides of weight and gradient.
+
+torch's fused forms (``add`` with ``alpha``, ``addcmul``, ``lerp``) contract a product and a sum into one rounding on some CPUs and are therefore not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import trits
+from .scalars import GOLDEN, MASK32, MAX_GRADIENT, TINY, StepScalars
+
+TILE = 1 << 18  # elements worked on at once: about 1 MB a temporary, so that a tile stays in the CPU's cache
+
+
+def ternary_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepScalars) -> bool:
+    """One AdamW step with both moments ternary, in place.
+
+    Args:
+        param: (n, k) fp32, bf16 or fp16 weights.
+        grad: (n, k) gradient, any floating dtype.
+        state: ``exp_avg.codes``, ``exp_avg.scale``, ``exp_avg_sq.codes``, ``exp_avg_sq.row``, ``exp_avg_sq.col`` (shapes in ``codecs/ternary.py``).
+        s: the step's scalars.
+
+    Returns:
+        False when the gradient holds NaN, Inf or a number whose square overflows: then nothing was written.
+    """
+    sums = squared_sums(grad)
+    if sums is None:
+        return False
+    row_sum, col_sum = sums
+    n, k = param.shape
+    old_row, old_col = state["exp_avg_sq.row"], state["exp_avg_sq.col"]
+    row = old_row * s.beta2 + ((row_sum / k).float() + TINY) * s.one_minus_beta2
+    col = old_col * s.beta2 + ((col_sum / n).float() + TINY) * s.one_minus_beta2
+    a = torch.zeros_like(old_row) if s.first else (old_row / _mean(old_row)) * s.beta2
+    base = a, old_col
+    base_inv = _mean(row) / row, torch.reciprocal(col)
+
+    keys = _row_keys(n, s.key, param.device)
+    for rows, cols, block_width in _tiles(n, k):
+        _ternary_tile(param, grad, state, s, base, base_inv, keys, rows, cols, block_width)
+    old_row.copy_(row)
+    old_col.copy_(col)
+    return True
+
+
+def dense_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepScalars) -> bool:
+    """One AdamW step with fp32 moments ``exp_avg`` and ``exp_avg_sq`` (n, k), in place; returns False as ``ternary_adamw_`` does."""
+    n, k = param.shape
+    if not all(_within_range(grad[rows, cols].float()) for rows, cols, _ in _tiles(n, k)):
+        return False
+    keys = _row_keys(n, s.key, param.device)
+    for rows, cols, _ in _tiles(n, k):
+        g = _gradient(grad, rows, cols, s)
+        m = state["exp_avg"][rows, cols]
+        v = state["exp_avg_sq"][rows, cols]
+        m.copy_(m * s.beta1 + g * s.one_minus_beta1)
+        v.copy_(v * s.beta2 + (g * g) * s.one_minus_beta2)
+        update = (m * s.inv_bias1) / (torch.sqrt(v * s.inv_bias2) + s.eps)
+        w = param[rows, cols]
+        new = w.float() * s.decay - update * s.lr
+        w.copy_(_write_back(new, w.dtype, s, lambda r=rows, c=cols: _hash(keys, r, c)))
+    return True
+
+
+def squared_sums(grad: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Row sums (n,) and column sums (k,) of ``grad**2`` in double precision; None when an element is not finite or its square overflows."""
+    n, k = grad.shape
+    row_sum = torch.zeros(n, dtype=torch.float64, device=grad.device)
+    col_sum = torch.zeros(k, dtype=torch.float64, device=grad.device)
+    for rows, cols, _ in _tiles(n, k):
+        g = grad[rows, cols].float()
+        if not _within_range(g):
+            return None
+        squares = g.double().square_()
+        row_sum[rows] += squares.sum(dim=1)
+        col_sum[cols] += squares.sum(dim=0)
+    return row_sum, col_sum
+
+
+def ternarize(m: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Nearest ternary code of each block of ``m`` (r, b, 5, w), of which ``width`` elements are real.
+
+    Returns codes (r, b, 5, w) int8 and the block scales (r, b) bf16: the mean of the kept magnitudes, kept are those above 0.7 of the mean magnitude.
+    """
+    magnitude = m.abs()
+    keep = magnitude > (_tree_sum(magnitude) * (0.7 / width))[..., None, None]
+    count = keep.sum(dim=(-2, -1)).float()
+    scale = torch.where(count > 0, _tree_sum(magnitude * keep) / count, 0.0).to(torch.bfloat16)
+    return torch.sign(m).to(torch.int8) * keep, scale
+
+
+def round_exponent(ratio: Tensor, uniform: Tensor) -> Tensor:
+    """Stochastic rounding of ``ratio`` onto {1/4, 1, 4}, unbiased within that range; the exponent of 4 as int8, NaN as 0."""
+    return ((ratio - 1.0) > uniform * 3.0).to(torch.int8) - ((1.0 - ratio) > uniform * 0.75).to(torch.int8)
+
+
+def uniform(h: Tensor) -> Tensor:
+    """Hash bits (int32) -> fp32 in (0, 1), exact."""
+    return (((h >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
+
+
+def _ternary_tile(param, grad, state, s, base, base_inv, keys, rows, cols, block_width):
+    """Pass 2 of the step on ``param[rows, cols]``; all blocks of a tile have the same width."""
+    w = param[rows, cols]
+    n, width = w.shape
+    blocks = -(-width // block_width)
+    plane = -(-block_width // trits.PLANES)
+    first_block = cols.start // trits.BLOCK
+    in_bytes = slice(first_block * trits.PLANE, first_block * trits.PLANE + blocks * plane)
+    in_blocks = slice(first_block, first_block + blocks)
+
+    def planes(x: Tensor) -> Tensor:  # (r, width) -> (r, blocks, 5, plane), padded with zeros
+        return torch.nn.functional.pad(x, (0, blocks * trits.PLANES * plane - width)).reshape(-1, blocks, trits.PLANES, plane)
+
+    def columns(x: Tensor) -> Tensor:  # back to (r, width)
+        return x.reshape(n, -1)[:, :width]
+
+    m_codes = state["exp_avg.codes"][rows, in_bytes].view(n, blocks, plane)
+    v_codes = state["exp_avg_sq.codes"][rows, in_bytes].view(n, blocks, plane)
+    scale = state["exp_avg.scale"][rows, in_blocks]
+
+    g = planes(_gradient(grad, rows, cols, s))
+    q = trits.unpack(m_codes).float() * scale.float()[..., None, None]
+    m = q * s.beta1 + g * s.one_minus_beta1
+    level = torch.exp2(2.0 * trits.unpack(v_codes).float())
+    v = planes(base[0][rows, None] * base[1][cols]) * level + (g * g) * s.one_minus_beta2
+    ratio = v * planes(base_inv[0][rows, None] * base_inv[1][cols])
+    h = planes(_hash(keys, rows, cols))
+    exponent = round_exponent(ratio, uniform(h))
+    if width < blocks * trits.PLANES * plane:
+        exponent.view(n, -1)[:, width:] = 0
+    codes, new_scale = ternarize(m, block_width)
+    remainder = m - codes * new_scale.float()[..., None, None]
+
+    numerator = m * s.inv_bias1 + remainder * s.carry
+    update = numerator / (torch.sqrt(v * s.inv_bias2) + s.eps)
+    new = w.float() * s.decay - columns(update) * s.lr
+    w.copy_(_write_back(new, w.dtype, s, lambda: columns(h)))
+    m_codes.copy_(trits.pack(codes))
+    v_codes.copy_(trits.pack(exponent))
+    scale.copy_(new_scale)
+
+
+def _tiles(n: int, k: int) -> Iterator[tuple[slice, slice, int]]:
+    """Tiles (rows, columns, block width) of an (n, k) matrix: whole blocks first, then the narrower last blocks of the rows."""
+    full = k - k % trits.BLOCK
+    for begin, end, width in ((0, full, trits.BLOCK), (full, k, k - full)):
+        if begin == end:
+            continue
+        col_step = min(end - begin, TILE // trits.BLOCK * trits.BLOCK)
+        row_step = max(1, TILE // col_step)
+        for i in range(0, n, row_step):
+            for j in range(begin, end, col_step):
+                yield slice(i, min(i + row_step, n)), slice(j, min(j + col_step, end)), width
+
+
+def _gradient(grad: Tensor, rows: slice, cols: slice, s: StepScalars) -> Tensor:
+    g = grad[rows, cols].float()
+    return -g if s.maximize else g
+
+
+def _within_range(g: Tensor) -> bool:
+    return bool((g.abs() <= MAX_GRADIENT).all())
+
+
+def _mean(factor: Tensor) -> Tensor:
+    return factor.double().mean().float()
+
+
+def _tree_sum(x: Tensor) -> Tensor:
+    """Sum of each block, (r, b, 5, w) -> (r, b): planes in order, then the upper half of 32 lanes onto the lower, five times."""
+    lanes = x[..., 0, :]
+    for plane in range(1, trits.PLANES):
+        lanes = lanes + x[..., plane, :]
+    lanes = torch.nn.functional.pad(lanes, (0, trits.PLANE - lanes.shape[-1]))
+    for half in (16, 8, 4, 2, 1):
+        lanes = lanes[..., :half] + lanes[..., half : 2 * half]
+    return lanes[..., 0]
+
+
+def _as_int32(x: int) -> int:
+    x &= MASK32
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def _mix(x: Tensor) -> Tensor:
+    """``scalars.mix32`` on int32 tensors (a signed shift copies the sign bit, hence the masks)."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * _as_int32(0x7FEB352D)
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * _as_int32(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _row_keys(n: int, key: int, device: torch.device) -> Tensor:
+    counter = torch.arange(n, dtype=torch.int64, device=device) * GOLDEN + key
+    return _mix((counter & MASK32).to(torch.int32))
+
+
+def _hash(row_keys: Tensor, rows: slice, cols: slice) -> Tensor:
+    j = torch.arange(cols.start, cols.stop, dtype=torch.int32, device=row_keys.device)
+    return _mix(row_keys[rows, None] + j)
+
+
+def _write_back(new: Tensor, dtype: torch.dtype, s: StepScalars, random_bits) -> Tensor:
+    """Round fp32 weights to ``dtype``; ``random_bits()`` gives the elements' hashes where they are needed."""
+    if dtype == torch.float32:
+        return new
+    if not s.stochastic:
+        return new.to(dtype)
+    noise = random_bits() * _as_int32(GOLDEN)
+    bits = new.contiguous().view(torch.int32)
+    if dtype == torch.bfloat16:
+        rounded = (bits + ((noise >> 16) & 0xFFFF)) & ~0xFFFF
+        return rounded.view(torch.float32).to(dtype)
+    exponent = (bits & 0x7F800000).clamp_(min=113 << 23)
+    spacing = (exponent - (10 << 23)).view(torch.float32)
+    u = ((noise >> 19) & 0x1FFF).float() * 2.0**-13
+    return (torch.floor(new * torch.reciprocal(spacing) + u) * spacing).to(dtype)
