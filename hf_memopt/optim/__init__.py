@@ -1,0 +1,6 @@
+"""The optimizers: who updates. Each is a plain ``torch.optim.Optimizer``, usable without the Trainer."""
+
+from .import_adamw import import_adamw_state
+from .taco_adamw import TacoAdamW
+
+__all__ = ["TacoAdamW", "import_adamw_state"]

@@ -1,0 +1,190 @@
+"""What every optimizer of the package shares: lazy state, names, checked loading, the report.
+
+Three facts of the field shape it.
+
+- ``torch.optim.Optimizer.load_state_dict`` casts every state tensor except ``step`` to the parameter's dtype: codes would become floats, fp32 factors bf16.
+  Loading is therefore done here, buffer by buffer, against what the codecs declare; what does not fit is refused in one sentence before anything is changed.
+- accelerate and FSDP2 replace the tensors in the groups between construction and the first step: state is created in ``step`` and names are kept by position.
+- State is plain tensors and numbers, so ``torch.load(weights_only=True)`` reads it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import Codec, all_specs, zeros
+from ..param_groups import TREATMENTS, decide, unsupported_dtype
+from .report import GroupRow, MemoryReport, storage_bytes
+
+FORMAT_VERSION = 1
+
+
+class CodecOptimizer(torch.optim.Optimizer):
+    """Base of the package's optimizers. A subclass gives ``CODECS`` (treatment -> moment -> codec) and ``step``."""
+
+    CODECS: dict[str, dict[str, Codec]] = {}
+
+    # -- parameters -------------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; refuses parameters that no kernel takes, before the first step."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        treatment = group["treatment"]
+        if treatment not in ("auto", *TREATMENTS):
+            raise ValueError(f"treatment={treatment!r} is not known: choose auto, {' or '.join(TREATMENTS)}.")
+        for i, p in enumerate(group["params"]):
+            name = _name_in_group(group, i) or f"number {i} of its group"
+            if unsupported_dtype(p):
+                raise ValueError(
+                    f"{type(self).__name__} takes float32, bfloat16 and float16 parameters, but {name} is {p.dtype}: convert it or freeze it."
+                )
+            if type(p.data).__name__ == "DTensor":
+                raise ValueError(
+                    f"{type(self).__name__} does not support sharded parameters yet, and {name} is a DTensor: train without FSDP, or use adamw_torch."
+                )
+            if p.device.type == "mps":
+                raise ValueError(f"{type(self).__name__} needs double precision sums, which MPS lacks ({name}): train on the CPU or CUDA.")
+            if treatment == "ternary" and p.dim() < 2:
+                raise ValueError(f"treatment='ternary' needs matrices, but {name} has shape {tuple(p.shape)}: use treatment='auto'.")
+
+    def named_params(self) -> Iterator[tuple[dict, str, Tensor]]:
+        """(group, name, parameter) in the order of ``state_dict``; a parameter without a name is named by its number."""
+        number = 0
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                yield group, _name_in_group(group, i) or str(number), p
+                number += 1
+
+    def treatment_of(self, group: dict, p: Tensor) -> str:
+        """``ternary`` or ``dense``."""
+        return decide(p.shape).name if group["treatment"] == "auto" else group["treatment"]
+
+    def state_of(self, group: dict, p: Tensor) -> dict[str, Any]:
+        """The parameter's state, created on first use."""
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["skipped"] = 0
+            state.update(zeros(self.CODECS[self.treatment_of(group, p)], p.shape, p.device))
+        return state
+
+    # -- saving and loading ------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` gave: every buffer keeps its own dtype and is moved to its parameter's device.
+
+        Raises:
+            ValueError: the state is of another format, model or optimizer; nothing has been changed then.
+        """
+        saved = self._check_loadable(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = defaultdict(dict)
+        for p, state in saved:
+            self.state[p] = {
+                key: value.to("cpu" if key == "step" else p.device, copy=True) if torch.is_tensor(value) else value
+                for key, value in state.items()
+            }
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict]]:
+        me = type(self).__name__
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(g["params"]) for g in saved_groups]
+        own_sizes = [len(g["params"]) for g in self.param_groups]
+        versions = {g.get("format_version") for g in saved_groups}
+        if versions == {None}:
+            raise ValueError(
+                f"This checkpoint holds the state of another optimizer, not {me}'s: resume with the optimizer that wrote it, remove optimizer.pt "
+                "to start with fresh moments, or bring plain AdamW's moments over with hf_memopt.import_adamw_state(optimizer, state_dict)."
+            )
+        if versions != {FORMAT_VERSION}:
+            raise ValueError(
+                f"This checkpoint's optimizer state has format version {sorted(map(str, versions))}, this hf_memopt reads version {FORMAT_VERSION}: "
+                "install the version of hf_memopt that wrote it."
+            )
+        if sizes != own_sizes:
+            raise ValueError(
+                f"This checkpoint's optimizer state is of another model or grouping: it has parameter groups of {sizes} tensors, {me} has {own_sizes}."
+            )
+        found = []
+        saved_flat = [(g, i, pid) for g in saved_groups for i, pid in enumerate(g["params"])]
+        for (group, name, p), (saved_group, i, pid) in zip(self.named_params(), saved_flat, strict=True):
+            saved_name = _name_in_group(saved_group, i)
+            if saved_name and _name_in_group(group, 0) and saved_name != name:
+                raise ValueError(f"This checkpoint's optimizer state is of another model: it has {saved_name!r} where this one has {name!r}.")
+            state = state_dict["state"].get(pid)
+            if state:
+                self._check_state(state, group, name, p)
+                found.append((p, state))
+        return found
+
+    def _check_state(self, state: dict, group: dict, name: str, p: Tensor) -> None:
+        treatment = self.treatment_of(group, p)
+        specs = all_specs(self.CODECS[treatment], p.shape)
+        expected = {key: (spec.shape, spec.dtype) for key, spec in specs.items()} | {"step": ((), torch.float32)}
+        given = {key: (tuple(v.shape), v.dtype) for key, v in state.items() if torch.is_tensor(v)}
+        if given.keys() != expected.keys():
+            raise ValueError(
+                f"This checkpoint keeps other moments for {name!r} than this optimizer, which treats it as {treatment}: "
+                "set the same optim_args and optim_target_modules as in the run that wrote it."
+            )
+        wrong = next((key for key in expected if given[key] != expected[key]), None)
+        if wrong is not None:
+            raise ValueError(
+                f"This checkpoint's optimizer state is of another model: {wrong!r} of {name!r} is {_describe(*given[wrong])} "
+                f"where {_describe(*expected[wrong])} is needed."
+            )
+
+    # -- reporting ---------------------------------------------------------------------------------------------------------------
+
+    def memory_report(self, model: torch.nn.Module | None = None) -> MemoryReport:
+        """Bytes of state per group and treatment: real storages once they exist, the codecs' declarations before the first step.
+
+        With ``model`` given its frozen parameters are listed too.
+        """
+        rows: dict[tuple, list[int]] = {}
+        measured = True
+        for group, _, p in self.named_params():
+            treatment = self.treatment_of(group, p)
+            reason = decide(p.shape).reason if group["treatment"] == "auto" else group.get("reason", "by choice")
+            state = self.state.get(p)
+            if state:
+                nbytes = storage_bytes(state)
+            else:
+                measured = False
+                nbytes = 4 + sum(spec.nbytes for spec in all_specs(self.CODECS[treatment], p.shape).values())
+            row = rows.setdefault((treatment, reason, group["weight_decay"]), [0, 0, 0])
+            for i, n in enumerate((1, p.numel(), nbytes)):
+                row[i] += n
+        frozen = None if model is None else sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        return MemoryReport(type(self).__name__, self.kernel_name(), tuple(GroupRow(*k, *v) for k, v in rows.items()), measured, frozen)
+
+    def kernel_name(self) -> str:
+        """The kernel that updates, for the report."""
+        raise NotImplementedError
+
+    @property
+    def skipped_steps(self) -> int:
+        """How often a parameter was left alone because its gradient was not finite, summed over parameters and steps."""
+        return sum(state.get("skipped", 0) for state in self.state.values())
+
+
+def _name_in_group(group: dict, i: int) -> str | None:
+    names = group.get("param_names")
+    return names[i] if names else None
+
+
+def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

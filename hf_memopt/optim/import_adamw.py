@@ -1,0 +1,75 @@
+"""Going on from a run of plain AdamW: its fp32 or bf16 moments become ours.
+
+The second moment goes through the same stochastic code as in training. The first moment's remainder has no weight to be carried into here and is dropped: about a fifth of its energy, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..codecs.base import matrix_shape, state_key
+from ..codecs.ternary import TernarySecondMoment
+from .base import CodecOptimizer
+
+
+@torch.no_grad()
+def import_adamw_state(optimizer: CodecOptimizer, state_dict: dict[str, Any], model: nn.Module | None = None) -> None:
+    """Fill ``optimizer``'s state from the ``state_dict()`` of a ``torch.optim.AdamW`` over the same parameters.
+
+    Parameters are matched by name where the state has ``param_names``; else in the Trainer's order of ``model``'s parameters; else by position, if the groups are the same.
+    Options of the groups (lr, betas, ...) stay as they are in ``optimizer``.
+
+    Raises:
+        ValueError: the state is not plain AdamW's, or belongs to another model.
+    """
+    source = _by_name(optimizer, state_dict, model)
+    filled = {}
+    for group, name, p in optimizer.named_params():
+        state = source.get(name)
+        if not state:
+            continue
+        missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if not isinstance(state.get(key), Tensor | int | float)]
+        if missing:
+            raise ValueError(f"The state of {name!r} is not plain AdamW's: it has no {missing[0]!r}.")
+        if state["exp_avg"].shape != p.shape:
+            raise ValueError(f"The AdamW state is of another model: {name!r} has moments of shape {tuple(state['exp_avg'].shape)}, the parameter {tuple(p.shape)}.")
+        new = {"step": torch.tensor(float(state["step"])), "skipped": 0}
+        for moment, codec in optimizer.CODECS[optimizer.treatment_of(group, p)].items():
+            value = state[moment].to(p.device, torch.float32)
+            if isinstance(codec, TernarySecondMoment):
+                generator = torch.Generator().manual_seed(group["seed"])
+                parts = codec.encode(value, torch.rand(matrix_shape(p.shape), generator=generator).to(p.device))
+            else:
+                parts = codec.encode(value)
+            new |= {state_key(moment, part): buffer for part, buffer in parts.items()}
+        filled[p] = new
+    if not filled:
+        raise ValueError("The AdamW state holds no moments for any parameter of this optimizer.")
+    for p, state in filled.items():
+        optimizer.state[p] = state
+
+
+def _by_name(optimizer: CodecOptimizer, state_dict: dict[str, Any], model: nn.Module | None) -> dict[str, dict]:
+    """The saved states by parameter name, however the two sides group their parameters."""
+    saved = [(g, i, pid) for g in state_dict["param_groups"] for i, pid in enumerate(g["params"])]
+    if all(g.get("param_names") for g in state_dict["param_groups"]):
+        names = [g["param_names"][i] for g, i, _ in saved]
+    elif model is not None:
+        names = _names_in_trainer_order(optimizer, model)
+    elif [len(g["params"]) for g in state_dict["param_groups"]] == [len(g["params"]) for g in optimizer.param_groups]:
+        names = [name for _, name, _ in optimizer.named_params()]
+    else:
+        raise ValueError("The AdamW state has no parameter names and is grouped otherwise than this optimizer: pass model= so that the Trainer's order can be followed.")
+    if len(saved) != len(names):
+        raise ValueError(f"The AdamW state has {len(saved)} parameters, this optimizer {len(names)}: it is of another model.")
+    return {name: state_dict["state"].get(pid, {}) for name, (_, _, pid) in zip(names, saved, strict=True)}
+
+
+def _names_in_trainer_order(optimizer: CodecOptimizer, model: nn.Module) -> list[str]:
+    """The Trainer makes two groups, with and without weight decay, each in the model's order."""
+    decays = {name: group.get("decays", True) for group, name, _ in optimizer.named_params()}
+    ours = [name for name, _ in model.named_parameters() if name in decays]
+    return [n for n in ours if decays[n]] + [n for n in ours if not decays[n]]

@@ -1,0 +1,213 @@
+r"""AdamW whose two moments are stored as ternary codes: 3.3 bits a parameter instead of 64.
+
+For a matrix W (n x k) with gradient G, step t from 1; q is the decoded stored first moment, d the stored exponent of the second:
+
+    m    = b1 q + (1 - b1) G
+    R, C = b2 R + (1 - b2) mean_cols(G^2),   b2 C + (1 - b2) mean_rows(G^2)
+    v    = b2 (R_old C_old / mean R_old) 4^d + (1 - b2) G^2
+    q'   = ternary(m)                                             d' = stochastic rounding of log4(v mean R / (R C)) onto {-1, 0, 1}
+    U    = (m / (1 - b1^t) + carry_t (m - q')) / (sqrt(v / (1 - b2^t)) + eps)
+    W    = W (1 - lr wd) - lr U                                   stored: q', d', R, C, t
+
+The remainder m - q' is what a code cannot hold. Dropped, it is a bias; rounded stochastically, it is noise that later steps amplify by b1 / (1 - b1). But momentum is linear:
+the piece would have moved the weight by lr (m - q') (b1 + b1^2 + ...) over the coming steps, each term over its own bias correction. The carry applies exactly that sum now. No gradient
+is lost, no noise is added, and no error buffer is needed; what is given up is timing (the piece acts at this step's learning rate and second moment).
+
+This is not the optimizer of arXiv 2610.02199, which is also called TACO: that one stores a few FP8 gradient entries a column.
+
+Vectors and matrices under 4096 elements keep fp32 moments (``param_groups.py``). Weights in bf16 or fp16 are written back with stochastic rounding: otherwise every update below half a unit in the
+last place would vanish. A gradient with NaN or Inf leaves its parameter and its state as they were and is counted in ``skipped_steps``. The random numbers are a hash of (seed, parameter name,
+step, element), so no generator is stored and resuming is bit-equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..codecs.base import matrix_shape
+from ..codecs.dense import Dense
+from ..codecs.ternary import TernaryFirstMoment, TernarySecondMoment
+from ..kernels.scalars import StepScalars, parameter_key
+from .base import FORMAT_VERSION, CodecOptimizer
+from .statistics import CodeStatistics
+
+
+class TacoAdamW(CodecOptimizer):
+    """AdamW with ternary moments; equations in the module's docstring.
+
+    Args:
+        params: tensors, (name, tensor) pairs, or groups. A group may set ``treatment`` to ``auto`` (the default: matrices of at least 4096 elements are
+            ternary), ``ternary`` or ``dense``. Names seed the random numbers; without names the position does.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW`` (decoupled decay, the same defaults).
+        maximize: ascend instead of descend.
+        seed: of the stochastic rounding.
+        stochastic_rounding: write bf16 and fp16 weights back with stochastic rounding (fp32 weights are never rounded).
+        kernel: ``auto``, ``reference``, ``compiled`` or ``triton``; all give the same numbers (``kernels/__init__.py``).
+
+    Raises:
+        ValueError: an option or a parameter is out of range; the sentence names it.
+    """
+
+    CODECS = {
+        "ternary": {"exp_avg": TernaryFirstMoment(), "exp_avg_sq": TernarySecondMoment()},
+        "dense": {"exp_avg": Dense(), "exp_avg_sq": Dense()},
+    }
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        seed: int = 0,
+        stochastic_rounding: bool = True,
+        kernel: str = "auto",
+    ) -> None:
+        if not lr >= 0.0:
+            raise ValueError(f"lr must be at least 0, got {lr}.")
+        if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}.")
+        if not eps >= 0.0:
+            raise ValueError(f"eps must be at least 0, got {eps}.")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"weight_decay must be at least 0, got {weight_decay}.")
+        if kernel not in kernels.KERNELS:
+            raise ValueError(f"kernel={kernel!r} is not a kernel: choose one of {', '.join(kernels.KERNELS)}.")
+        self.kernel = kernel
+        self._start()
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "seed": seed,
+            "stochastic_rounding": stochastic_rounding,
+            "treatment": "auto",
+            "format_version": FORMAT_VERSION,
+        }
+        super().__init__(params, defaults)
+
+    def _start(self) -> None:
+        """What is not part of the state and begins anew in every process."""
+        self._statistics_wanted = False
+        self._statistics: dict[str, float] = {}
+        self._pending: list[tuple[dict, Tensor]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return {**super().__getstate__(), "kernel": self.kernel}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of every parameter that has a gradient; returns what ``closure`` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle()
+        statistics = CodeStatistics() if self._statistics_wanted else None
+        backends: dict[str, ModuleType] = {}
+        for group, name, p in self.named_params():
+            if p.grad is not None:
+                device = p.device.type
+                backend = backends.get(device) or backends.setdefault(device, kernels.select(self.kernel, device)[1])
+                self._update(group, name, p, backend, statistics)
+        if statistics is not None:
+            self._statistics, self._statistics_wanted = statistics.result(), False
+        return loss
+
+    def _update(self, group: dict, name: str, p: Tensor, backend: ModuleType, statistics: CodeStatistics | None) -> None:
+        if p.grad.is_sparse:
+            raise ValueError(f"{type(self).__name__} takes dense gradients, but that of {name} is sparse: build the embedding with sparse=False.")
+        state = self.state_of(group, p)
+        scalars = StepScalars.at_step(
+            int(state["step"]) + 1,
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            parameter_key=parameter_key(group["seed"], name),
+            stochastic=group["stochastic_rounding"],
+            maximize=group["maximize"],
+        )
+        if p.numel() == 0:
+            state["step"] += 1
+            return
+        shape = matrix_shape(p.shape)
+        weight, contiguous_copy = _as_matrix(p, shape)
+        grad = p.grad.reshape(shape)
+        if self.treatment_of(group, p) == "ternary":
+            before = statistics.before(grad, state, scalars) if statistics is not None else None
+            applied = backend.ternary_adamw_(weight, grad, state, scalars)
+            if statistics is not None:
+                statistics.after(before, state, p.numel())
+        else:
+            buffers = {key: state[key].view(shape) for key in ("exp_avg", "exp_avg_sq")}
+            applied = backend.dense_adamw_(weight, grad, buffers, scalars)
+        if contiguous_copy:
+            p.copy_(weight.view(p.shape))
+        self._count(state, applied)
+
+    def _count(self, state: dict, applied: bool | Tensor) -> None:
+        """Count an applied or a skipped step. A kernel on a GPU answers with a tensor on the device, which is read when the next step begins."""
+        if torch.is_tensor(applied):
+            state["step"] += 1
+            self._pending.append((state, applied))
+        elif applied:
+            state["step"] += 1
+        else:
+            state["skipped"] += 1
+
+    def _settle(self) -> None:
+        """Read the outstanding answers of the last step: a skipped step is taken back from the counter."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        for (state, _), applied in zip(pending, torch.stack([answer for _, answer in pending]).tolist(), strict=True):
+            if not applied:
+                state["step"] -= 1
+                state["skipped"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        self._settle()
+        return super().state_dict()
+
+    @property
+    def skipped_steps(self) -> int:
+        self._settle()
+        return super().skipped_steps
+
+    def request_statistics(self) -> None:
+        """Sample the codes in the next step; read them from ``statistics`` afterwards."""
+        self._statistics_wanted = True
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """Shares, between 0 and 1, of the last sampled step: ``zero_share``, ``changed_share``, ``carried_energy``; empty before the first."""
+        return dict(self._statistics)
+
+    def kernel_name(self) -> str:
+        devices = dict.fromkeys(p.device.type for group in self.param_groups for p in group["params"])
+        return ", ".join(dict.fromkeys(kernels.select(self.kernel, d)[0] for d in devices)) or self.kernel
+
+
+def _as_matrix(p: Tensor, shape: tuple[int, int]) -> tuple[Tensor, bool]:
+    """``p`` as (rows, columns): a view where the strides allow, else a copy (True) that must be written back."""
+    try:
+        return p.view(shape), False
+    except RuntimeError:
+        return p.reshape(shape), True

@@ -1,0 +1,171 @@
+"""Which parameter gets which treatment, and why.
+
+``decide`` is the one eligibility rule: the optimizer, the memory report and whoever predicts memory ask it, always with the parameter's *global* shape, so that
+sharding never changes a treatment.
+
+=========  ========================================  ==================================
+treatment  moments                                   which parameters
+=========  ========================================  ==================================
+ternary    codes in {-1, 0, +1}, 3.3 bits together   matrices of at least 4096 elements
+dense      fp32, 64 bits together                    vectors, small matrices, whatever the user excluded
+=========  ========================================  ==================================
+
+``build_param_groups`` adds what only the model knows: names, the Trainer's decay and no-decay sets, embeddings, and ``optim_target_modules``. That setting has
+one meaning here, the one transformers gives it elsewhere: a string is a regular expression that must match a module's whole name; a list holds parts of module names
+(any module whose name contains one of them); ``all-linear`` is every ``nn.Linear`` and GPT-2 style ``Conv1D``, the output head included. Ternary are then the matrices directly in
+matching modules; everything else keeps fp32 moments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+MIN_TERNARY_ELEMENTS = 4096
+TREATMENTS = ("ternary", "dense")
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What is done with a parameter's moments, and the reason in a few words."""
+
+    name: str
+    reason: str
+
+
+def decide(
+    shape: Sequence[int], *, targeted: bool = True, embedding: bool = False, dense_embeddings: bool = False
+) -> Treatment:
+    """The treatment of a parameter of global ``shape``.
+
+    Args:
+        targeted: the parameter lies in a module that ``optim_target_modules`` names (true when it is not set).
+        embedding: it is an input embedding or the output head.
+        dense_embeddings: the option of that name.
+    """
+    if len(shape) < 2:
+        return Treatment("dense", "vector")
+    if math.prod(shape) < MIN_TERNARY_ELEMENTS:
+        return Treatment("dense", f"under {MIN_TERNARY_ELEMENTS} elements")
+    if not targeted:
+        return Treatment("dense", "not in optim_target_modules")
+    if embedding and dense_embeddings:
+        return Treatment("dense", "dense_embeddings=true")
+    return Treatment("ternary", "matrix")
+
+
+def build_param_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    no_decay: Collection[str],
+    target_modules: str | Iterable[str] | None = None,
+    dense_embeddings: bool = False,
+) -> list[dict]:
+    """Parameter groups of all trainable parameters of ``model``, one per weight decay, treatment and reason.
+
+    Args:
+        weight_decay: for every parameter that is not in ``no_decay``.
+        no_decay: names of the parameters without weight decay.
+        target_modules: see the module's note; None targets everything.
+        dense_embeddings: keep fp32 moments for embeddings and the output head.
+
+    Returns:
+        Groups with ``params``, ``param_names``, ``weight_decay``, ``decays``, ``treatment`` and ``reason``. A tied parameter is in one group, once.
+
+    Raises:
+        ValueError: ``target_modules`` (or one entry of the list) matches no module with a trainable matrix.
+    """
+    targets = None if target_modules is None else _targeted_parameters(model, target_modules)
+    embeddings = _embedding_parameters(model) if dense_embeddings else set()
+    groups: dict[tuple, dict] = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        treatment = decide(
+            p.shape,
+            targeted=targets is None or id(p) in targets,
+            embedding=id(p) in embeddings,
+            dense_embeddings=dense_embeddings,
+        )
+        decay = 0.0 if name in no_decay else weight_decay
+        group = groups.setdefault(
+            (name in no_decay, treatment),
+            {
+                "params": [],
+                "param_names": [],
+                "weight_decay": decay,
+                "decays": name not in no_decay,
+                "treatment": treatment.name,
+                "reason": treatment.reason,
+            },
+        )
+        group["params"].append(p)
+        group["param_names"].append(name)
+    return list(groups.values())
+
+
+def _embedding_parameters(model: nn.Module) -> set[int]:
+    """ids of the weights of all embeddings and of the output head (by module, not by name: tied weights have several names)."""
+    modules = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None:
+        modules.append(head)
+    return {id(p) for module in modules for p in module.parameters(recurse=False)}
+
+
+def _targeted_parameters(model: nn.Module, target_modules: str | Iterable[str]) -> set[int]:
+    """ids of the trainable matrices that lie directly in matching modules."""
+    matchers = _matchers(target_modules)
+    hits = dict.fromkeys(matchers, 0)
+    found: set[int] = set()
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        matrices = [p for p in module.parameters(recurse=False) if p.requires_grad and p.dim() >= 2]
+        for label, matches in matchers.items():
+            if matrices and matches(module_name, module):
+                hits[label] += len(matrices)
+                found.update(map(id, matrices))
+    missing = [label for label, count in hits.items() if count == 0]
+    if missing:
+        raise ValueError(
+            f"optim_target_modules: {', '.join(map(repr, missing))} matches no module with a trainable matrix; "
+            f"modules of this model are for example {', '.join(map(repr, _example_names(model)))}."
+        )
+    return found
+
+
+def _matchers(target_modules: str | Iterable[str]) -> dict:
+    if isinstance(target_modules, str):
+        if target_modules.replace("_", "-") == ALL_LINEAR:
+            return {target_modules: lambda name, module: _is_linear(module)}
+        try:
+            pattern = re.compile(target_modules)
+        except re.error as error:
+            raise ValueError(f"optim_target_modules: {target_modules!r} is not a regular expression ({error}).") from None
+        return {target_modules: lambda name, module: pattern.fullmatch(name) is not None}
+    parts = list(target_modules)
+    bad = [part for part in parts if not isinstance(part, str) or not part]
+    if bad or not parts:
+        raise ValueError(f"optim_target_modules must be a string or a list of parts of module names, got {target_modules!r}.")
+    return {part: (lambda name, module, part=part: part in name) for part in parts}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # transformers' Conv1D is known by name, so that this file need not import transformers
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _example_names(model: nn.Module, most: int = 4) -> list[str]:
+    names = (n for n, m in model.named_modules() if n and any(p.dim() >= 2 for p in m.parameters(recurse=False)))
+    return [name for name, _ in zip(names, range(most), strict=False)]
+
+
+def unsupported_dtype(p: torch.Tensor) -> bool:
+    """Whether no kernel takes weights of this dtype."""
+    return p.dtype not in (torch.float32, torch.bfloat16, torch.float16)
