@@ -1,0 +1,214 @@
+"""Quality of a strategy on a task: one training run, one JSON.
+
+    python -m benchmarks.quality --task sotu-lm --optim taco_adamw --lr 1e-4 --seed 0 --dtype float32
+    python -m benchmarks.quality --task sotu-lm --plan adamw_torch taco_adamw --dtype float32 bfloat16
+
+A run trains with the real Trainer and writes `benchmarks/results/quality/<task>/<strategy>@<lr>-<seed>.json`; the strategy's name carries
+what differs from the defaults (`adamw_torch-bf16`, `adamw_torch-beta1=0.8`). A finished run is not repeated unless `--force` is given.
+
+A plan runs the task's learning rates at seed 0, then seeds 1 and 2 at the rate with the best figure, each in a process of its own. It can
+be stopped at any moment and called again: it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import importlib
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.common import RESULTS, write_json
+
+# a further task is a further module with the same names as sotu_lm
+TASKS = {"sotu-lm": "benchmarks.sotu_lm"}
+DTYPES = {"float32": "", "bfloat16": "-bf16", "float16": "-fp16"}
+SEEDS = (0, 1, 2)
+
+
+def strategy_name(optim: str, dtype: str, beta1: float, optim_args: str, steps: int) -> str:
+    name = optim + DTYPES[dtype]
+    if beta1 != 0.9:
+        name += f"-beta1={beta1:g}"
+    if steps:
+        name += f"-steps={steps}"
+    return name + "".join(f"-{part.strip()}" for part in optim_args.split(",") if part.strip())
+
+
+def result_path(task: str, strategy: str, lr: float, seed: int) -> pathlib.Path:
+    return RESULTS / "quality" / task / f"{strategy}@{lr:g}-{seed}.json"
+
+
+def with_seed(optim: str, optim_args: str, seed: int) -> str:
+    """A strategy of this package that rounds at random gets the run's seed, so that three seeds show its own noise too."""
+    import hf_memopt
+
+    ours = getattr(hf_memopt, "list_optimizers", lambda: ())()
+    if optim not in ours or "seed=" in optim_args:
+        return optim_args
+    return ",".join(filter(None, [optim_args, f"seed={seed}"]))
+
+
+def train(given: argparse.Namespace) -> dict[str, Any]:
+    """One run from the untrained model to its figures."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    import hf_memopt  # noqa: F401  registers the names
+    from benchmarks import common
+
+    task = importlib.import_module(TASKS[given.task])
+    model = task.load_model(getattr(torch, given.dtype))
+    steps = given.steps or task.STEPS
+    before = task.evaluate_before(model)
+    fixed = task.training_arguments(steps)
+    optim_args = with_seed(given.optim, given.optim_args, given.seed)
+    clock = common.StepClock()
+    seen = hashlib.sha256()
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        for key in sorted(batch):
+            seen.update(batch[key].numpy().tobytes())
+        return batch
+
+    with tempfile.TemporaryDirectory() as scratch:
+        args = TrainingArguments(
+            output_dir=scratch,
+            optim=given.optim,
+            optim_args=optim_args or None,
+            learning_rate=given.lr,
+            adam_beta1=given.beta1,
+            seed=given.seed,
+            data_seed=given.seed,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+            dataloader_pin_memory=False,
+            **fixed,
+        )
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=task.training_blocks(given.seed, steps),
+            data_collator=collate,
+            callbacks=[clock],
+        )
+        common.reset_peak_memory()
+        trainer.train()
+    peak = common.peak_memory_bytes()
+    after = task.evaluate(model)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return {
+        "task": given.task,
+        "figure": task.FIGURE,
+        "strategy": strategy_name(given.optim, given.dtype, given.beta1, given.optim_args, given.steps),
+        "optim": given.optim,
+        "optimizer_class": f"{type(inner).__module__}.{type(inner).__qualname__}",
+        "optim_args": optim_args,
+        "lr": given.lr,
+        "beta1": given.beta1,
+        "seed": given.seed,
+        "dtype": given.dtype,
+        "steps": steps,
+        "training_arguments": fixed,
+        "before": before,
+        "after": after,
+        "curve": clock.losses,
+        "grad_norms": clock.grad_norms,
+        "batches_sha256": seen.hexdigest(),
+        "parameters": trainable,
+        "weight_bytes": common.storage_bytes([p.detach() for p in model.parameters()]),
+        "gradient_bytes": clock.gradient_bytes,
+        "state_bytes": clock.state_bytes,
+        "bits_per_parameter": 8 * clock.state_bytes / trainable,
+        "skipped_steps": getattr(inner, "skipped_steps", 0),
+        "peak_memory_bytes": peak,
+        "step_seconds": statistics.median(clock.step_seconds),
+        "optimizer_seconds": statistics.median(clock.optimizer_seconds),
+        "versions": common.versions(),
+        "machine": common.machine(),
+        "git_revision": common.git_revision(),
+        "source_digest": common.source_digest(),
+        "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """The result of a run, from its file if it has been done. Raises ValueError when the figure is not a finite number."""
+    path = result_path(given.task, strategy_name(given.optim, given.dtype, given.beta1, given.optim_args, given.steps), given.lr, given.seed)
+    if path.is_file() and not given.force:
+        return json.loads(path.read_text(encoding="utf8"))
+    result = train(given)
+    if not math.isfinite(result["after"]):
+        raise ValueError(f"{path.stem}: the {result['figure']} after training is {result['after']}")
+    write_json(path, result)
+    return result
+
+
+def describe(result: dict[str, Any]) -> str:
+    return (
+        f"{result['strategy']}@{result['lr']:g}-{result['seed']}: {result['figure']} {result['before']:.4f} -> {result['after']:.4f}, "
+        f"{result['bits_per_parameter']:.3f} bits a parameter, {result['step_seconds']:.2f} s a step"
+    )
+
+
+def run_apart(given: argparse.Namespace, optim: str, dtype: str, lr: float, seed: int) -> dict[str, Any]:
+    """`run` in a fresh process, so that one run's memory is not counted in the next one's peak."""
+    path = result_path(given.task, strategy_name(optim, dtype, given.beta1, given.optim_args, given.steps), lr, seed)
+    if not path.is_file() or given.force:
+        command = [sys.executable, "-m", "benchmarks.quality", "--task", given.task, "--optim", optim, "--lr", repr(lr)]
+        command += ["--seed", str(seed), "--dtype", dtype, "--beta1", repr(given.beta1), "--optim-args", given.optim_args]
+        command += ["--steps", str(given.steps)] + (["--force"] if given.force else [])
+        done = subprocess.run(command, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise SystemExit(f"the plan stops: the run {path.stem} failed")
+    result = json.loads(path.read_text(encoding="utf8"))
+    print(describe(result), flush=True)
+    return result
+
+
+def plan(given: argparse.Namespace) -> None:
+    task = importlib.import_module(TASKS[given.task])
+    for dtype in given.dtype:
+        for optim in given.plan:
+            grid = [run_apart(given, optim, dtype, lr, SEEDS[0]) for lr in given.lr or task.LEARNING_RATES]
+            best = min(grid, key=lambda result: result["after"])["lr"]
+            for seed in SEEDS[1:]:
+                run_apart(given, optim, dtype, best, seed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=sorted(TASKS), default="sotu-lm")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--optim", help="one run of this optimizer")
+    what.add_argument("--plan", nargs="+", metavar="OPTIM", help="the grid and the three seeds of these optimizers")
+    parser.add_argument("--lr", type=float, nargs="+", help="learning rate of the run, or the grid of the plan (default: the task's)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), default=["float32"], help="dtype of the weights")
+    parser.add_argument("--beta1", type=float, default=0.9)
+    parser.add_argument("--optim-args", default="", help="as in TrainingArguments.optim_args")
+    parser.add_argument("--steps", type=int, default=0, help="another number of steps than the task's (not for published figures)")
+    parser.add_argument("--force", action="store_true", help="repeat finished runs")
+    given = parser.parse_args()
+    if given.plan:
+        plan(given)
+        return
+    if len(given.lr or ()) != 1 or len(given.dtype) != 1:
+        parser.error("one run takes exactly one --lr and one --dtype")
+    given.lr, given.dtype = given.lr[0], given.dtype[0]
+    print(describe(run(given)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
