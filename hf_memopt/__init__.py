@@ -1,0 +1,71 @@
+"""Optimizer memory for the Hugging Face Trainer: ``import hf_memopt``, then ``optim="taco_adamw"``.
+
+Importing the package registers its optimizer names with transformers, as soon as transformers itself is imported,
+before or after. It imports nothing heavy: what is listed in ``__all__`` is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .integrations.trainer import register
+from .integrations.verbosity import configure_logging
+from .registry import OptimizerSpec, get_optimizer, list_optimizers
+
+if TYPE_CHECKING:
+    from .integrations.callbacks import MemoptCheckpointCallback, MemoryReportCallback
+    from .integrations.checkpoints import last_complete_checkpoint
+    from .integrations.trainer import optimizer_cls_and_kwargs
+    from .optim import TacoAdamW, import_adamw_state
+    from .optim.report import MemoryReport
+    from .options import TacoAdamWOptions, parse_options
+    from .param_groups import build_param_groups
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "MemoptCheckpointCallback": ".integrations.callbacks",
+    "MemoryReport": ".optim.report",
+    "MemoryReportCallback": ".integrations.callbacks",
+    "TacoAdamW": ".optim",
+    "TacoAdamWOptions": ".options",
+    "build_param_groups": ".param_groups",
+    "import_adamw_state": ".optim",
+    "last_complete_checkpoint": ".integrations.checkpoints",
+    "optimizer_cls_and_kwargs": ".integrations.trainer",
+    "parse_options": ".options",
+}
+
+__all__ = [
+    "MemoptCheckpointCallback",
+    "MemoryReport",
+    "MemoryReportCallback",
+    "OptimizerSpec",
+    "TacoAdamW",
+    "TacoAdamWOptions",
+    "__version__",
+    "build_param_groups",
+    "get_optimizer",
+    "import_adamw_state",
+    "last_complete_checkpoint",
+    "list_optimizers",
+    "optimizer_cls_and_kwargs",
+    "parse_options",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+configure_logging()
+register()

@@ -1,0 +1,61 @@
+"""The command ``hf-memopt``.
+
+hf-memopt list            table of the optimizers
+hf-memopt list --json     the same for programs
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from .options import describe_options
+from .registry import OptimizerSpec, list_optimizers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status. Wrong arguments end in argparse's message and status 2."""
+    import hf_memopt
+
+    parser = argparse.ArgumentParser(prog="hf-memopt", description="Optimizer memory for the Hugging Face Trainer.")
+    parser.add_argument("--version", action="version", version=f"hf_memopt {hf_memopt.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    listing = commands.add_parser("list", help="list the optimizers, with their options")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.set_defaults(run=lambda args: print(to_json() if args.json else table()))
+    args = parser.parse_args(argv)
+    args.run(args)
+    return 0
+
+
+def table() -> str:
+    """The optimizers as text: name and summary, below it options, source and documentation."""
+    specs = list_optimizers()
+    width = max((len(spec.name) for spec in specs), default=0)
+    lines = []
+    for spec in specs:
+        lines.append(f"{spec.name.ljust(width)}  {spec.summary}")
+        details = {
+            "optim_args": describe_options(spec.options).removeprefix("the options are "),
+            "source": spec.paper,
+            "docs": spec.docs,
+        }
+        lines += [f"{'':{width}}  {label}: {text}" for label, text in details.items()]
+    return "\n".join(lines)
+
+
+def to_json() -> str:
+    """The optimizers as a JSON list of name, summary, paper, docs and options with their defaults."""
+    return json.dumps([_as_dict(spec) for spec in list_optimizers()], indent=2)
+
+
+def _as_dict(spec: OptimizerSpec) -> dict:
+    options = {field.name: field.default for field in dataclasses.fields(spec.options)}
+    return {"name": spec.name, "summary": spec.summary, "paper": spec.paper, "docs": spec.docs, "options": options}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Where the package meets transformers: the only files that import it."""

@@ -1,0 +1,175 @@
+"""What the package does from inside the Trainer: marks finished checkpoints, and puts memory figures into the logs.
+
+``MemoptCheckpointCallback`` is added to every Trainer (``transformers.trainer.DEFAULT_CALLBACKS``) so that
+``optim="taco_adamw"`` alone makes checkpoints that ``last_complete_checkpoint`` can trust. It acts only while one of
+the package's optimizers is training.
+
+``MemoryReportCallback`` is asked for with ``report_to=["hf_memopt", "tensorboard"]``. The Trainer hands one dict of
+logs to its callbacks in turn: default callbacks, reporters in the order of ``report_to``, the user's callbacks,
+progress bar. What is put into it is seen by those that come later, therefore ours has to be the first reporter.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import Any
+
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from ..memory.peak import peak_bytes
+from ..registry import is_registered
+from .checkpoints import CALLBACK_KEY, remove_marker, set_aside_torn, write_marker
+from .trainer import refuse_unsupported
+
+logger = logging.getLogger("hf_memopt")
+
+REPORTER_NAME = "hf_memopt"
+
+
+def package_optimizer(optimizer: Any) -> Any:
+    """The package's optimizer inside ``optimizer`` (which accelerate wraps), or None if it is not one of ours."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    ours = any(cls.__module__.split(".")[0] == "hf_memopt" for cls in type(optimizer).__mro__)
+    return optimizer if ours else None
+
+
+class MemoptCheckpointCallback(TrainerCallback, ExportableState):
+    """Marks each checkpoint when it is finished; the protocol is in ``checkpoints.py``.
+
+    The Trainer asks callbacks of type ``ExportableState`` for their state when everything else of a checkpoint is
+    written, and stores the answer in ``trainer_state.json``, the last file. That moment is where the marker belongs:
+    after the files, before older checkpoints are deleted. ``on_save`` would be too late.
+
+    Not marked: checkpoints of a hyperparameter search, which nobody resumes.
+    """
+
+    def __init__(self) -> None:
+        self.save_id: str | None = None
+        self._args: Any = None
+        self._state: Any = None
+        self._marking = False
+
+    def on_init_end(self, args, state, control, **kwargs):
+        # DeepSpeed with an optimizer of its own in its config never asks for ours: said here, not found out later
+        name = getattr(args.optim, "value", args.optim)
+        if is_registered(name):
+            refuse_unsupported(name, args)
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        # the trainer_state.json of a run without this package has no entry for it, but the Trainer expects one when it saves
+        state.stateful_callbacks.setdefault(CALLBACK_KEY, self._exported())
+        ours = package_optimizer(optimizer) is not None
+        self._args, self._state = args, state
+        self._marking = ours and args.should_save and not state.is_hyper_param_search
+        if self._marking:
+            set_aside_torn(args.output_dir, beyond=state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._marking:
+            # whatever is there is of an earlier run and may now be written over
+            remove_marker(self._checkpoint())
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._marking = False
+
+    def state(self) -> dict[str, Any]:
+        """Called by the Trainer in the middle of a save, where there is a folder to mark, and when it sets up its own state."""
+        if self._marking and os.path.isdir(self._checkpoint()):
+            try:
+                self.save_id = write_marker(self._checkpoint(), world_size=self._args.world_size)
+            except OSError as error:
+                self.save_id = None
+                logger.warning(
+                    "%s could not be marked as finished and will not count as a checkpoint to resume from: %s",
+                    self._checkpoint(),
+                    error,
+                )
+        return self._exported()
+
+    def _exported(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"save_id": self.save_id}}
+
+    def _checkpoint(self) -> str:
+        return os.path.join(self._args.output_dir, f"checkpoint-{self._state.global_step}")
+
+
+class MemoryReportCallback(TrainerCallback):
+    """Adds to every training log of one of the package's optimizers:
+
+    ========================  ======================================================================================
+    ``memopt/state_bytes``    bytes of optimizer state, counted over real storages
+    ``memopt/bits_per_param`` the same in bits a trainable parameter
+    ``memopt/peak_bytes``     peak so far: of the CUDA allocator, or the process's resident set on the CPU
+    ``memopt/skipped_steps``  parameters left alone because of a non-finite gradient, summed over steps
+    ``memopt/zero_share``     share of first-moment codes that are 0
+    ``memopt/changed_share``  share of codes that changed in this step
+    ``memopt/carried_energy`` share of the first moment's energy that was carried into the weights
+    ========================  ======================================================================================
+
+    The last three are sampled in the logged step only. TensorBoard, wandb and trackio show them as
+    ``train/memopt/...``.
+
+    Use it as ``report_to=["hf_memopt", "tensorboard"]``, first in the list. Given through ``callbacks=[...]`` it comes
+    after the reporters: then the figures are in ``trainer.state.log_history`` and in the progress output, and one
+    warning says that reporters do not see them.
+
+    Raises:
+        ValueError: At the start, if another reporter is listed before ``"hf_memopt"`` in ``report_to``.
+    """
+
+    def on_init_end(self, args, state, control, **kwargs):
+        reporters = list(args.report_to or [])
+        if REPORTER_NAME not in reporters:
+            if reporters:
+                logger.warning(
+                    "MemoryReportCallback was given through callbacks=[...], after the reporters, so %s will not show its "
+                    "figures: use report_to=%s instead.",
+                    ", ".join(reporters),
+                    [REPORTER_NAME, *reporters],
+                )
+        elif reporters.index(REPORTER_NAME) > 0:
+            right = [REPORTER_NAME, *(r for r in reporters if r != REPORTER_NAME)]
+            raise ValueError(
+                f"report_to={reporters} lists {REPORTER_NAME!r} after another reporter, which would not see its figures: "
+                f"use report_to={right}."
+            )
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, train_dataloader=None, **kwargs):
+        ours = package_optimizer(optimizer)
+        if ours is not None and self._will_be_logged(args, state, train_dataloader):
+            ours.request_statistics()
+
+    def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
+        ours = package_optimizer(optimizer)
+        if ours is None or logs is None or "loss" not in logs:
+            return
+        report = ours.memory_report()
+        figures = {
+            "state_bytes": report.state_bytes,
+            "bits_per_param": report.bits_per_parameter,
+            "peak_bytes": peak_bytes(args.device),
+            "skipped_steps": ours.skipped_steps,
+            **ours.statistics,
+        }
+        figures = {f"memopt/{key}": value for key, value in figures.items()}
+        logs.update(figures)
+        state.log_history[-1].update(figures)  # filled from a copy of the logs before this is called
+
+    def _will_be_logged(self, args, state, train_dataloader) -> bool:
+        """Whether the Trainer will log after the step that is about to be taken."""
+        step = state.global_step + 1
+        strategy = getattr(args.logging_strategy, "value", args.logging_strategy)
+        if step == 1 and args.logging_first_step:
+            return True
+        if strategy == "steps":
+            return step % state.logging_steps == 0
+        if strategy == "epoch":
+            try:
+                batches = len(train_dataloader)
+            except TypeError:  # an iterable without a length: its last step cannot be foreseen
+                return True
+            return step % max(1, math.ceil(batches / args.gradient_accumulation_steps)) == 0 or step == state.max_steps
+        return False

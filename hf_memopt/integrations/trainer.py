@@ -1,0 +1,238 @@
+"""The package's optimizers as values of ``TrainingArguments.optim``.
+
+transformers has no way to register an optimizer by name, so two things are added to it, the same on every supported
+version:
+
+- ``OptimizerNames``, the enum that ``TrainingArguments`` converts ``optim`` with and ``HfArgumentParser`` takes its
+  choices from, gets one member per name;
+- the public static method ``Trainer.get_optimizer_cls_and_kwargs`` is wrapped: our names go to our builders, all
+  others where they went before.
+
+(transformers 5 also has a private table of handlers. It is not used: by then ``optim_args`` has been split by code
+that answers a typing mistake with "not enough values to unpack".)
+
+Both are tried out right after they are made. If a later transformers has moved them, one warning says so and names the
+way that needs neither: ``Trainer(optimizer_cls_and_kwargs=hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args,
+model))``.
+
+Not reachable from here: a Trainer subclass that overrides ``get_optimizer_cls_and_kwargs`` or ``create_optimizer``
+without calling the original, and a subclass's own ``get_decay_parameter_names`` (the static method has no instance to
+ask; the Trainer's rule is used).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pickle
+from types import ModuleType
+from typing import Any
+
+from ..options import parse_options
+from ..registry import get_optimizer, is_registered, list_optimizers
+from .import_hooks import after_import
+
+logger = logging.getLogger("hf_memopt")
+
+WRAPPED = "_hf_memopt_wrapped"
+
+
+def register() -> None:
+    """Teach transformers the package's names, each part when its module is imported. May be called more than once."""
+    after_import("transformers.training_args", add_optimizer_names)
+    after_import("transformers.trainer", add_to_trainer)
+    after_import("transformers.integrations.integration_utils", add_reporter)
+
+
+# -- what a training asks for -------------------------------------------------------------------------------------------
+
+
+def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[type, dict[str, Any]]:
+    """Optimizer class and keyword arguments for training ``model`` with ``args``, as ``Trainer`` takes them.
+
+    This is what ``optim="taco_adamw"`` calls. It can be given to the Trainer directly, which needs no registration:
+    ``Trainer(model, args, optimizer_cls_and_kwargs=hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args, model))``.
+
+    Args:
+        name: An optimizer of this package; see ``list_optimizers()``.
+        args: ``TrainingArguments``. Learning rate, betas, eps and weight decay are read as for ``adamw_torch``;
+            ``optim_args`` and ``optim_target_modules`` too.
+        model: The model whose trainable parameters are optimized. Without it the Trainer's own two groups are kept,
+            and options that need the model raise.
+
+    Raises:
+        ValueError: An unknown name, or wrong options.
+        NotImplementedError: The run asks for something that the optimizers do not support yet; the sentence says what
+            to do instead.
+    """
+    spec = get_optimizer(name)
+    refuse_unsupported(name, args)
+    options = parse_options(spec.options, getattr(args, "optim_args", None), strategy=name)
+    cls, kwargs = spec.load_builder()(
+        model,
+        options,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        no_decay=no_decay_names(model) if model is not None else (),
+        target_modules=getattr(args, "optim_target_modules", None),
+    )
+    if model is not None and getattr(args, "process_index", 0) == 0:
+        print_start_table(cls, kwargs, model)
+    return cls, kwargs
+
+
+def no_decay_names(model: Any) -> set[str]:
+    """Names of the trainable parameters that the installed transformers exempts from weight decay."""
+    from transformers import Trainer
+
+    # an instance method that uses no instance; the rule differs between versions, so it is asked and not copied
+    decay = set(Trainer.get_decay_parameter_names(Trainer.__new__(Trainer), model))
+    return {name for name, p in model.named_parameters() if p.requires_grad and name not in decay}
+
+
+def print_start_table(cls: type, kwargs: dict[str, Any], model: Any) -> None:
+    """Log what the optimizer will keep per group. Made from an instance of its own, which holds no state yet."""
+    groups = [dict(group, params=list(group["params"])) for group in kwargs["params"]]
+    trial = cls(groups, **{key: value for key, value in kwargs.items() if key != "params"})
+    logger.info("%s", trial.memory_report(model).table())
+
+
+def refuse_unsupported(name: str, args: Any) -> None:
+    """Raise NotImplementedError, in one sentence, for a way of training that the optimizers do not support yet."""
+    what = _unsupported(args)
+    if what is not None:
+        raise NotImplementedError(f"optim={name!r} does not support {what}.")
+
+
+def _unsupported(args: Any) -> str | None:
+    def env(flag: str) -> bool:
+        return os.environ.get(flag, "false").lower() in ("1", "true", "yes")
+
+    def mode(*names: str) -> bool:
+        return getattr(getattr(args, "parallel_mode", None), "name", "") in names
+
+    if getattr(args, "deepspeed", None) or env("ACCELERATE_USE_DEEPSPEED"):
+        return (
+            "DeepSpeed yet, which hands optimizers flattened parameters: train without it, with DDP on several GPUs, "
+            "or use adamw_torch"
+        )
+    if getattr(args, "fsdp", None) or env("ACCELERATE_USE_FSDP"):
+        return "FSDP yet: train without it, with DDP if the model fits on each GPU, or use adamw_torch"
+    if env("ACCELERATE_USE_MEGATRON_LM"):
+        return "Megatron-LM: train without it or use adamw_torch"
+    if env("ACCELERATE_USE_PARALLELISM_CONFIG") or getattr(args, "parallelism_config", None):
+        return "tensor, context or sequence parallelism yet: train without parallelism_config or use adamw_torch"
+    if mode("SAGEMAKER_MODEL_PARALLEL"):
+        return "SageMaker model parallelism: train without it or use adamw_torch"
+    if mode("TPU"):
+        return "TPUs: train on the CPU or CUDA or use adamw_torch_xla"
+    return None
+
+
+# -- what is added to transformers --------------------------------------------------------------------------------------
+
+
+def add_optimizer_names(training_args: ModuleType) -> None:
+    """Add the registered names to ``OptimizerNames`` and try them out."""
+    try:
+        for spec in list_optimizers():
+            _extend_str_enum(training_args.OptimizerNames, spec.name.upper(), spec.name)
+        _check_names(training_args.OptimizerNames)
+    except Exception as error:
+        _warn_registration_failed(error)
+
+
+def add_to_trainer(trainer: ModuleType) -> None:
+    """Route the registered names to their builders and let every Trainer mark its checkpoints."""
+    from .callbacks import MemoptCheckpointCallback
+
+    try:
+        _wrap_get_optimizer(trainer.Trainer)
+    except Exception as error:
+        _warn_registration_failed(error)
+    callbacks = getattr(trainer, "DEFAULT_CALLBACKS", None)
+    if not isinstance(callbacks, list):
+        logger.warning(
+            "hf_memopt: transformers %s has no list of default callbacks, so finished checkpoints are not marked; "
+            "pass callbacks=[hf_memopt.MemoptCheckpointCallback()] to the Trainer.",
+            _transformers_version(),
+        )
+    elif MemoptCheckpointCallback not in callbacks:
+        callbacks.append(MemoptCheckpointCallback)
+
+
+def add_reporter(integration_utils: ModuleType) -> None:
+    """Make ``report_to=["hf_memopt", ...]`` known."""
+    from .callbacks import REPORTER_NAME, MemoryReportCallback
+
+    integration_utils.INTEGRATION_TO_CALLBACK[REPORTER_NAME] = MemoryReportCallback
+
+
+def _wrap_get_optimizer(trainer_cls: type) -> None:
+    original = trainer_cls.get_optimizer_cls_and_kwargs
+    if getattr(original, WRAPPED, False):
+        return
+
+    @functools.wraps(original)
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        name = getattr(args.optim, "value", args.optim)
+        if is_registered(name):
+            return optimizer_cls_and_kwargs(name, args, model)
+        return original(args, model)
+
+    setattr(get_optimizer_cls_and_kwargs, WRAPPED, True)
+    trainer_cls.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
+
+
+def _extend_str_enum(cls: Any, name: str, value: str) -> None:
+    """Add ``name = value`` to a ``(str, Enum)`` class, as if it had been written in its body. CPython 3.10 to 3.13."""
+    if value in cls._value2member_map_:
+        return
+    if name in cls._member_map_:
+        raise ValueError(f"{cls.__name__}.{name} already means {cls._member_map_[name].value!r}")
+    member = str.__new__(cls, value)
+    member._name_, member._value_, member.__objclass__ = name, value, cls
+    member._sort_order_ = len(cls._member_names_)
+    if not hasattr(cls, name):
+        setattr(cls, name, member)  # before the map knows the name: afterwards the enum refuses to be assigned to
+    cls._member_map_[name] = member
+    cls._member_names_.append(name)
+    cls._value2member_map_[value] = member
+    hashable = getattr(cls, "_hashable_values_", None)  # 3.12 and later
+    if isinstance(hashable, list):
+        hashable.append(value)
+
+
+def _check_names(names: Any) -> None:
+    """Use each name the way transformers, argparse and checkpoints do."""
+    for spec in list_optimizers():
+        member = names(spec.name)
+        works = (
+            member is names[spec.name.upper()]
+            and member is getattr(names, spec.name.upper())
+            and member == spec.name
+            and member.value == spec.name
+            and list(names).count(member) == 1
+            and pickle.loads(pickle.dumps(member)) is member
+        )
+        if not works:
+            raise RuntimeError(f"OptimizerNames({spec.name!r}) does not behave like the other members")
+
+
+def _warn_registration_failed(error: Exception) -> None:
+    logger.warning(
+        "hf_memopt could not register its optimizer names with transformers %s (%s: %s): optim= will not know them; "
+        'pass Trainer(optimizer_cls_and_kwargs=hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args, model)) instead.',
+        _transformers_version(),
+        type(error).__name__,
+        error,
+    )
+
+
+def _transformers_version() -> str:
+    import transformers
+
+    return transformers.__version__

@@ -1,0 +1,1 @@
+"""What a training holds in memory: measured on the real storages."""

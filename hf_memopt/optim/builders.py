@@ -1,0 +1,66 @@
+"""From a model and options to an optimizer class and its arguments: one function per strategy, named in the registry.
+
+The builders know nothing of the Trainer. The integration calls them with what ``TrainingArguments`` say; a plain loop
+or the memory simulation can call them directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from ..options import TacoAdamWOptions
+from ..param_groups import build_param_groups
+from .taco_adamw import TacoAdamW
+
+
+def taco_adamw(
+    model: nn.Module | None,
+    options: TacoAdamWOptions,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    no_decay: Collection[str] = (),
+    target_modules: str | Iterable[str] | None = None,
+) -> tuple[type[TacoAdamW], dict[str, Any]]:
+    """Class and keyword arguments of ``TacoAdamW``; ``params`` is among them when ``model`` is given.
+
+    Args:
+        model: Its trainable parameters are grouped by weight decay and treatment. None leaves the grouping to the
+            caller.
+        no_decay: Names of the parameters without weight decay.
+        target_modules: Which matrices are ternary, as ``TrainingArguments.optim_target_modules``; None means all.
+
+    Raises:
+        ValueError: An option needs the model and there is none, or ``target_modules`` matches nothing.
+    """
+    kwargs: dict[str, Any] = {
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "seed": options.seed,
+        "stochastic_rounding": options.stochastic_rounding,
+        "kernel": options.kernel,
+    }
+    if model is not None:
+        kwargs["params"] = build_param_groups(
+            model,
+            weight_decay=weight_decay,
+            no_decay=no_decay,
+            target_modules=target_modules,
+            dense_embeddings=options.dense_embeddings,
+        )
+        return TacoAdamW, kwargs
+    for needs_model, what in (
+        (options.dense_embeddings, "dense_embeddings=true"),
+        (target_modules is not None, "optim_target_modules"),
+    ):
+        if needs_model:
+            raise ValueError(
+                f"{options.strategy}: {what} can only be applied to a model's named modules, so pass the model as well."
+            )
+    return TacoAdamW, kwargs

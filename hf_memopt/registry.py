@@ -1,0 +1,103 @@
+"""The names of the package's optimizers: the only place where they live.
+
+An entry is data. The code behind it is named by a dotted string and imported when a training asks for it, so listing
+the names costs nothing and needs neither torch nor transformers. A name is claimed once: registering it again raises,
+because an ``optim=`` that changes its meaning with the order of imports would be found out only by its loss curve.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .options import TacoAdamWOptions
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What the package knows about one value of ``optim=``.
+
+    Args:
+        name: Lower-case value of ``TrainingArguments.optim``, for example ``"taco_adamw"``.
+        summary: One line for tables.
+        paper: Where the method comes from.
+        builder: ``"package.module:function"``. It is called as ``function(model, options, *, lr, betas, eps,
+            weight_decay, no_decay, target_modules)`` and returns the optimizer class and its keyword arguments, with
+            ``"params"`` among them when a model is given.
+        options: Frozen dataclass whose fields are the accepted ``optim_args``.
+        docs: Page of the documentation, relative to the repository.
+    """
+
+    name: str
+    summary: str
+    paper: str
+    builder: str
+    options: type
+    docs: str
+
+    def load_builder(self) -> Callable[..., tuple[type, dict[str, Any]]]:
+        """Import and return the builder."""
+        module, _, function = self.builder.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+_specs: dict[str, OptimizerSpec] = {}
+
+
+def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
+    """Add ``spec`` to the table.
+
+    Raises:
+        ValueError: The name is taken or not lower-case letters, digits and underscores, or the builder is not
+            ``module:function``.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
+        raise ValueError(f"Optimizer name {spec.name!r} must consist of lower-case letters, digits and underscores.")
+    if not re.fullmatch(r"[\w.]+:\w+", spec.builder):
+        raise ValueError(
+            f"Builder {spec.builder!r} of optimizer {spec.name!r} must be written as 'package.module:function'."
+        )
+    if spec.name in _specs:
+        raise ValueError(f"Optimizer {spec.name!r} is registered already; registered are {_names()}.")
+    _specs[spec.name] = spec
+    return spec
+
+
+def get_optimizer(name: str) -> OptimizerSpec:
+    """The entry of ``name``.
+
+    Raises:
+        ValueError: There is none; the sentence lists those that exist.
+    """
+    if name not in _specs:
+        raise ValueError(f"hf_memopt has no optimizer {name!r}; it has {_names()}.")
+    return _specs[name]
+
+
+def is_registered(name: str) -> bool:
+    """Whether ``name`` is an optimizer of this package."""
+    return name in _specs
+
+
+def list_optimizers() -> list[OptimizerSpec]:
+    """All entries, in order of their names."""
+    return [_specs[name] for name in sorted(_specs)]
+
+
+def _names() -> str:
+    return ", ".join(sorted(_specs)) or "none"
+
+
+register_optimizer(
+    OptimizerSpec(
+        name="taco_adamw",
+        summary="AdamW with both moments stored as ternary codes: 3.3 bits a parameter instead of 64",
+        paper="hf_memopt (ternary states with carried remainder)",
+        builder="hf_memopt.optim.builders:taco_adamw",
+        options=TacoAdamWOptions,
+        docs="docs/taco_adamw.md",
+    )
+)

@@ -1,0 +1,50 @@
+"""Run a training script that knows nothing of this package, with its optimizer names registered.
+
+    python -m hf_memopt.run train.py --optim taco_adamw --output_dir out
+    python -m hf_memopt.run -m package.module --optim taco_adamw
+    accelerate launch -m hf_memopt.run train.py --optim taco_adamw
+    torchrun --nproc-per-node 2 -m hf_memopt.run train.py --optim taco_adamw
+
+The script sees what it would see under ``python train.py``: ``__name__``, ``sys.argv``, ``sys.path`` and, for worker
+processes that import it again, ``__main__``.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+USAGE = "usage: python -m hf_memopt.run script.py [arguments]\n       python -m hf_memopt.run -m module [arguments]"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Import hf_memopt, then run the script or module named in ``argv`` (by default ``sys.argv[1:]``) with the rest of it."""
+    import hf_memopt  # noqa: F401  (registers the names)
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ("-h", "--help"):
+        print(f"{__doc__.strip()}\n\n{USAGE}")
+        return 0
+    as_module = bool(argv) and argv[0] == "-m"
+    target = argv[1:2] if as_module else argv[:1]
+    if not target or (not as_module and target[0].startswith("-")):
+        print(USAGE, file=sys.stderr)
+        return 2
+    if as_module:
+        sys.argv = argv[1:]
+        # sys.path[0] is the working directory already, as under `python -m`
+        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
+        return 0
+    if not os.path.exists(target[0]):
+        print(f"hf_memopt.run: there is no file {target[0]!r}.", file=sys.stderr)
+        return 2
+    sys.argv = argv
+    if not getattr(sys.flags, "safe_path", False) and not os.path.isdir(target[0]):
+        sys.path[0] = os.path.dirname(os.path.realpath(target[0]))
+    runpy.run_path(target[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
