@@ -1,13 +1,13 @@
 """One frozen dataclass per strategy, and the strict parser that fills it.
 
-``TrainingArguments.optim_args`` reaches an optimizer as one string, and ``bool("false")`` is true: options that are cast
-by hand go wrong in silence. Here the annotations of the dataclass are the whole grammar. A value is accepted only if
-it *is* what the annotation says, written as text (``"seed=7"``) or given with its own type (a dict, JSON, YAML).
+``TrainingArguments.optim_args`` reaches an optimizer as one string, and ``bool("false")`` is true: options that are
+cast by hand go wrong in silence. Here the annotations of the dataclass are the whole grammar. A value is accepted only
+if it *is* what the annotation says, written as text (``"seed=7"``) or given with its own type (a dict, JSON, YAML).
 Anything else is a ValueError of one sentence that names the strategy, the key and everything that would have been
 accepted, so that a typing mistake costs a second at the start and not a training run.
 
-Understood annotations: ``bool``, ``int``, ``float``, ``str``, ``Literal["a", "b"]``, ``None``, and unions of these, tried
-in the order written.
+Understood annotations: ``bool``, ``int``, ``float``, ``str``, ``Literal["a", "b"]``, ``None``, and unions of these,
+tried in the order written.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ USAGE = "usage: python -m hf_memopt.run script.py [arguments]\n       python -m 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Import hf_memopt, then run the script or module named in ``argv`` (by default ``sys.argv[1:]``) with the rest of it."""
+    """Import hf_memopt, then run the script or module named in ``argv`` (``sys.argv[1:]``) with the rest of it."""
     import hf_memopt  # noqa: F401  (registers the names)
 
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -59,7 +59,7 @@ class MemoptCheckpointCallback(TrainerCallback, ExportableState):
             refuse_unsupported(name, args)
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-        # the trainer_state.json of a run without this package has no entry for it, but the Trainer expects one when it saves
+        # the trainer_state.json of a run without this package has no entry for it, but the Trainer wants one to save
         state.stateful_callbacks.setdefault(CALLBACK_KEY, self._exported())
         ours = package_optimizer(optimizer) is not None
         self._args, self._state = args, state
@@ -76,7 +76,7 @@ class MemoptCheckpointCallback(TrainerCallback, ExportableState):
         self._marking = False
 
     def state(self) -> dict[str, Any]:
-        """Called by the Trainer in the middle of a save, where there is a folder to mark, and when it sets up its own state."""
+        """Called by the Trainer in the middle of a save, where there is a folder to mark, and while it sets up."""
         if self._marking and os.path.isdir(self._checkpoint()):
             try:
                 self.save_id = write_marker(self._checkpoint(), world_size=self._args.world_size)
@@ -125,16 +125,16 @@ class MemoryReportCallback(TrainerCallback):
         if REPORTER_NAME not in reporters:
             if reporters:
                 logger.warning(
-                    "MemoryReportCallback was given through callbacks=[...], after the reporters, so %s will not show its "
-                    "figures: use report_to=%s instead.",
+                    "MemoryReportCallback was given through callbacks=[...], after the reporters, so %s will not show "
+                    "its figures: use report_to=%s instead.",
                     ", ".join(reporters),
                     [REPORTER_NAME, *reporters],
                 )
         elif reporters.index(REPORTER_NAME) > 0:
             right = [REPORTER_NAME, *(r for r in reporters if r != REPORTER_NAME)]
             raise ValueError(
-                f"report_to={reporters} lists {REPORTER_NAME!r} after another reporter, which would not see its figures: "
-                f"use report_to={right}."
+                f"report_to={reporters} lists {REPORTER_NAME!r} after another reporter, which would not see its "
+                f"figures: use report_to={right}."
             )
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, train_dataloader=None, **kwargs):

@@ -142,7 +142,7 @@ def write_marker(path: str | os.PathLike[str], world_size: int = 1) -> str:
 
 
 def remove_marker(path: str | os.PathLike[str]) -> None:
-    """Take back the word that ``path`` is whole, because it may be about to be written over; it need not have a marker."""
+    """Take back the word that ``path`` is whole, if it was given: the folder may be about to be written over."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(path, MARKER))
         _flush_directory(path)

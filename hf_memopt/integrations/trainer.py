@@ -45,7 +45,7 @@ def register() -> None:
     after_import("transformers.integrations.integration_utils", add_reporter)
 
 
-# -- what a training asks for -------------------------------------------------------------------------------------------
+# -- what a training asks for ------------------------------------------------------------------------------------------
 
 
 def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[type, dict[str, Any]]:
@@ -132,7 +132,7 @@ def _unsupported(args: Any) -> str | None:
     return None
 
 
-# -- what is added to transformers --------------------------------------------------------------------------------------
+# -- what is added to transformers -------------------------------------------------------------------------------------
 
 
 def add_optimizer_names(training_args: ModuleType) -> None:
