@@ -34,7 +34,7 @@ def layer(name: str) -> int:
 
 
 def inner_imports(path: pathlib.Path) -> set[str]:
-    """Modules of the package that a file imports anywhere, named below the package; `__init__` is the package itself."""
+    """Modules of the package that a file imports anywhere, named below the package; `__init__` is the package."""
     here = list(path.relative_to(PACKAGE).with_suffix("").parts)
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
