@@ -54,7 +54,7 @@ def unpack_rows(packed: Tensor, cols: int) -> Tensor:
     full, tail = divmod(cols, BLOCK)
     parts = [unpack(packed[:, : full * PLANE].reshape(n, full, PLANE)).reshape(n, full * BLOCK)]
     if tail:
-        parts.append(unpack(packed[:, full * PLANE :]).reshape(n, -1)[:, :tail])
+        parts.append(unpack(packed[:, full * PLANE :]).flatten(1)[:, :tail])
     return torch.cat(parts, dim=1)
 
 

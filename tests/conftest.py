@@ -1,0 +1,59 @@
+"""What every test starts from: one seed, one thread, and uninitialised memory that is never zero by luck.
+
+``torch.empty`` mostly returns fresh zero pages, so code that forgets to write a buffer passes its tests and fails in a long training. While a function of
+``hf_memopt`` asks for uninitialised memory, it gets NaN (floating dtypes) or a value that no code or counter has (integers).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from hf_memopt import kernels
+
+CPU_KERNELS = ("reference", "compiled")
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _garbage_in_uninitialised_memory(monkeypatch):
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _spoiled(getattr(owner, name)))
+
+
+def _spoiled(make):
+    def spoiled(*args, **kwargs):
+        tensor = make(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("hf_memopt") and not tensor.is_meta:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 111)
+        return tensor
+
+    return spoiled
+
+
+@pytest.fixture(params=CPU_KERNELS)
+def kernel(request) -> str:
+    """Every kernel that can run on this machine's CPU. Triton's kernel has tests of its own."""
+    require_kernel(request.param)
+    return request.param
+
+
+def require_kernel(name: str) -> None:
+    """Skip the test, with the reason, where the kernel cannot be used."""
+    if importlib.util.find_spec(f"hf_memopt.kernels.{name}") is None:
+        pytest.skip(f"hf_memopt has no {name} kernel")
+    try:
+        kernels.select(name, "cpu")
+    except ValueError as error:
+        pytest.skip(str(error))
