@@ -1,4 +1,4 @@
-"""`needs_assets`: the mark of a test that uses the demo's model or texts; it is skipped, with a reason, without them."""
+"""`needs_assets` marks a test that uses the demo's model or texts; it is skipped, with a reason, without them."""
 
 import pytest
 
