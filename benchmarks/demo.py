@@ -75,29 +75,41 @@ def plot(results: list[dict[str, Any]], path: pathlib.Path) -> None:
     for r, marker, size in zip(results, "ox", (70, 55), strict=True):
         style = {"color": colour[r["optim"]], "marker": marker, "s": size, "zorder": 4, "linewidths": 2}
         left.scatter([0, r["steps"]], [r["before"], r["after"]], label=f"{r['optim']}, held out", **style)
+        up = r["after"] == max(other["after"] for other in results)
+        left.annotate(
+            f"{r['after']:.3f}",
+            (r["steps"], r["after"]),
+            xytext=(9, 3 if up else -11),
+            textcoords="offset points",
+            color=colour[r["optim"]],
+        )
+    start = {"xytext": (-9, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+    left.annotate(f"{results[0]['before']:.3f}", (0, results[0]["before"]), **start)
+    left.set_xlim(-0.13 * results[0]["steps"], 1.12 * results[0]["steps"])
     left.set(xlabel="step", ylabel="loss (nats a token)")
     left.set_title(f"SmolLM2-135M on State of the Union addresses, {results[0]['dtype']}", loc="left", fontsize=11)
     left.grid(alpha=0.25)
-    left.legend(frameon=False, fontsize=9)
+    left.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
     parts = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "state_bytes"}
     shade = {"weights": "#8d99ae", "gradients": "#c9cfd9", "optimizer state": "#edae49"}
-    start = [0.0] * len(results)
+    begins = [0.0] * len(results)
     for part, key in parts.items():
         sizes = [r[key] / MB for r in results]
-        bars = right.barh([r["optim"] for r in results], sizes, left=start, color=shade[part], height=0.55, label=part)
-        for bar, size, begin in zip(bars, sizes, start, strict=True):
+        bars = right.barh([r["optim"] for r in results], sizes, left=begins, color=shade[part], height=0.55, label=part)
+        for bar, size, begin in zip(bars, sizes, begins, strict=True):
             inside = size > 0.12 * max(sum(r[k] for k in parts.values()) / MB for r in results)
             x = begin + size / 2 if inside else begin + size
             text = f"{size:,.0f}" if inside else f" {size:,.0f} MB of optimizer state"
             right.text(
                 x, bar.get_y() + bar.get_height() / 2, text, ha="center" if inside else "left", va="center", fontsize=9
             )
-        start = [a + b for a, b in zip(start, sizes, strict=True)]
+        begins = [a + b for a, b in zip(begins, sizes, strict=True)]
     right.set(xlabel="MB")
+    right.xaxis.set_major_formatter("{x:,.0f}")
     right.set_ylim(len(results) - 0.45, -0.55)
     right.set_title("Memory held through training", loc="left", fontsize=11)
-    right.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    right.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
     plt.close(figure)
