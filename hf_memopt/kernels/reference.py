@@ -1,7 +1,7 @@
 """The updates in plain torch: the twin that every faster kernel must equal bit for bit, and the kernel of last resort.
 
-``README.md`` beside this file defines the step; the code below carries it out operation by operation. It works on tiles of at most ``TILE`` elements, so its
-temporaries stay under about 40 MB whatever the parameter's size, and it makes no assumption on the strides of weight and gradient.
+``README.md`` beside this file defines the step; the code below carries it out operation by operation. It works on tiles of at most ``TILE`` elements, so its temporaries are about 40 MB and one
+fp32 number a row, whatever the parameter's size. It makes no assumption on the strides of weight and gradient.
 
 torch's fused forms (``add`` with ``alpha``, ``addcmul``, ``lerp``) contract a product and a sum into one rounding on some CPUs and are therefore not used.
 """
@@ -31,33 +31,32 @@ def ternary_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: Ste
     Returns:
         False when the gradient holds NaN, Inf or a number whose square overflows: then nothing was written.
     """
-    sums = squared_sums(grad)
-    if sums is None:
-        return False
-    row_sum, col_sum = sums
     n, k = param.shape
     old_row, old_col = state["exp_avg_sq.row"], state["exp_avg_sq.col"]
-    row = old_row * s.beta2 + ((row_sum / k).float() + TINY) * s.one_minus_beta2
-    col = old_col * s.beta2 + ((col_sum / n).float() + TINY) * s.one_minus_beta2
-    a = torch.zeros_like(old_row) if s.first else (old_row / _mean(old_row)) * s.beta2
-    base = a, old_col
-    base_inv = _mean(row) / row, torch.reciprocal(col)
-
-    keys = _row_keys(n, s.key, param.device)
-    for rows, cols, block_width in _tiles(n, k):
-        _ternary_tile(param, grad, state, s, base, base_inv, keys, rows, cols, block_width)
+    row = _next_row_factor(grad, old_row, s)
+    if row is None:
+        return False
+    old_mean, mean = _mean(old_row), _mean(row)
+    for cols, block_width in _column_strips(k):
+        col_sum = sum(_squares(grad[rows, cols]).sum(dim=0) for rows in _row_strips(n, cols))
+        col = _next_factor(old_col[cols], col_sum / n, s)
+        for rows in _row_strips(n, cols):
+            a = torch.zeros_like(old_row[rows]) if s.first else (old_row[rows] / old_mean) * s.beta2
+            base = a[:, None] * old_col[cols]
+            base_inv = (mean / row[rows])[:, None] * torch.reciprocal(col)
+            _ternary_tile(param, grad, state, s, base, base_inv, rows, cols, block_width)
+        old_col[cols] = col
     old_row.copy_(row)
-    old_col.copy_(col)
     return True
 
 
 def dense_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepScalars) -> bool:
     """One AdamW step with fp32 moments ``exp_avg`` and ``exp_avg_sq`` (n, k), in place; returns False as ``ternary_adamw_`` does."""
     n, k = param.shape
-    if not all(_within_range(grad[rows, cols].float()) for rows, cols, _ in _tiles(n, k)):
+    tiles = [(rows, cols) for cols, _ in _column_strips(k) for rows in _row_strips(n, cols)]
+    if not all(_within_range(grad[tile].float()) for tile in tiles):
         return False
-    keys = _row_keys(n, s.key, param.device)
-    for rows, cols, _ in _tiles(n, k):
+    for rows, cols in tiles:
         g = _gradient(grad, rows, cols, s)
         m = state["exp_avg"][rows, cols]
         v = state["exp_avg_sq"][rows, cols]
@@ -66,23 +65,8 @@ def dense_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepS
         update = (m * s.inv_bias1) / (sqrt(v * s.inv_bias2) + s.eps)
         w = param[rows, cols]
         new = w.float() * s.decay - update * s.lr
-        w.copy_(_write_back(new, w.dtype, s, lambda r=rows, c=cols: _hash(keys, r, c)))
+        w.copy_(_write_back(new, w.dtype, s, lambda r=rows, c=cols: _hash(s.key, r, c, param.device)))
     return True
-
-
-def squared_sums(grad: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Row sums (n,) and column sums (k,) of ``grad**2`` in double precision; None when an element is not finite or its square overflows."""
-    n, k = grad.shape
-    row_sum = torch.zeros(n, dtype=torch.float64, device=grad.device)
-    col_sum = torch.zeros(k, dtype=torch.float64, device=grad.device)
-    for rows, cols, _ in _tiles(n, k):
-        g = grad[rows, cols].float()
-        if not _within_range(g):
-            return None
-        squares = g.double().square_()
-        row_sum[rows] += squares.sum(dim=1)
-        col_sum[cols] += squares.sum(dim=0)
-    return row_sum, col_sum
 
 
 def ternarize(m: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +99,7 @@ def uniform(h: Tensor) -> Tensor:
     return (((h >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
 
 
-def _ternary_tile(param, grad, state, s, base, base_inv, keys, rows, cols, block_width):
+def _ternary_tile(param, grad, state, s, base, base_inv, rows, cols, block_width):
     """Pass 2 of the step on ``param[rows, cols]``; all blocks of a tile have the same width."""
     w = param[rows, cols]
     n, width = w.shape
@@ -138,10 +122,10 @@ def _ternary_tile(param, grad, state, s, base, base_inv, keys, rows, cols, block
     g = planes(_gradient(grad, rows, cols, s))
     q = trits.unpack(m_codes).float() * scale.float()[..., None, None]
     m = q * s.beta1 + g * s.one_minus_beta1
-    level = torch.exp2(2.0 * trits.unpack(v_codes).float())
-    v = planes(base[0][rows, None] * base[1][cols]) * level + (g * g) * s.one_minus_beta2
-    ratio = v * planes(base_inv[0][rows, None] * base_inv[1][cols])
-    h = planes(_hash(keys, rows, cols))
+    level = ((trits.unpack(v_codes).to(torch.int32) * 2 + 127) << 23).view(torch.float32)  # 4^d, exact
+    v = planes(base) * level + (g * g) * s.one_minus_beta2
+    ratio = v * planes(base_inv)
+    h = planes(_hash(s.key, rows, cols, param.device))
     exponent = round_exponent(ratio, uniform(h))
     if width < blocks * trits.PLANES * plane:
         exponent.view(n, -1)[:, width:] = 0
@@ -157,17 +141,44 @@ def _ternary_tile(param, grad, state, s, base, base_inv, keys, rows, cols, block
     scale.copy_(new_scale)
 
 
-def _tiles(n: int, k: int) -> Iterator[tuple[slice, slice, int]]:
-    """Tiles (rows, columns, block width) of an (n, k) matrix: whole blocks first, then the narrower last blocks of the rows."""
+def _column_strips(k: int) -> Iterator[tuple[slice, int]]:
+    """The columns of a matrix in strips of at most ``TILE`` and their block width: whole blocks, then the narrower last one."""
     full = k - k % trits.BLOCK
-    for begin, end, width in ((0, full, trits.BLOCK), (full, k, k - full)):
-        if begin == end:
-            continue
-        col_step = min(end - begin, TILE // trits.BLOCK * trits.BLOCK)
-        row_step = max(1, TILE // col_step)
-        for i in range(0, n, row_step):
-            for j in range(begin, end, col_step):
-                yield slice(i, min(i + row_step, n)), slice(j, min(j + col_step, end)), width
+    step = TILE // trits.BLOCK * trits.BLOCK
+    for begin in range(0, full, step):
+        yield slice(begin, min(begin + step, full)), trits.BLOCK
+    if full < k:
+        yield slice(full, k), k - full
+
+
+def _row_strips(n: int, cols: slice) -> Iterator[slice]:
+    """The rows in strips (of at least one) that hold at most ``TILE`` elements of ``cols``, a narrow block counted as a full one."""
+    step = max(1, TILE // max(cols.stop - cols.start, trits.BLOCK))
+    for begin in range(0, n, step):
+        yield slice(begin, min(begin + step, n))
+
+
+def _next_row_factor(grad: Tensor, old_row: Tensor, s: StepScalars) -> Tensor | None:
+    """R' (n,), or None when an element of the gradient is not finite or its square overflows."""
+    n, k = grad.shape
+    row = torch.empty_like(old_row)
+    for rows in _row_strips(n, slice(0, k)):
+        row_sum = 0.0
+        for cols, _ in _column_strips(k):
+            g = grad[rows, cols]
+            if not _within_range(g.float()):
+                return None
+            row_sum = row_sum + _squares(g).sum(dim=1)
+        row[rows] = _next_factor(old_row[rows], row_sum / k, s)
+    return row
+
+
+def _next_factor(old: Tensor, mean_square: Tensor, s: StepScalars) -> Tensor:
+    return old * s.beta2 + (mean_square.float() + TINY) * s.one_minus_beta2
+
+
+def _squares(g: Tensor) -> Tensor:
+    return g.float().double().square_()
 
 
 def _gradient(grad: Tensor, rows: slice, cols: slice, s: StepScalars) -> Tensor:
@@ -180,7 +191,8 @@ def _within_range(g: Tensor) -> bool:
 
 
 def _mean(factor: Tensor) -> Tensor:
-    return factor.double().mean().float()
+    sums = torch.stack([part.double().sum() for part in factor.split(TILE)])
+    return (sums.sum() / factor.numel()).float()
 
 
 def _tree_sum(x: Tensor) -> Tensor:
@@ -208,14 +220,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def _row_keys(n: int, key: int, device: torch.device) -> Tensor:
-    counter = torch.arange(n, dtype=torch.int64, device=device) * GOLDEN + key
-    return _mix((counter & MASK32).to(torch.int32))
-
-
-def _hash(row_keys: Tensor, rows: slice, cols: slice) -> Tensor:
-    j = torch.arange(cols.start, cols.stop, dtype=torch.int32, device=row_keys.device)
-    return _mix(row_keys[rows, None] + j)
+def _hash(key: int, rows: slice, cols: slice, device: torch.device) -> Tensor:
+    """The hashes (int32) of the elements ``rows`` x ``cols`` at a step with this key."""
+    counter = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device) * GOLDEN + key
+    row_keys = _mix((counter & MASK32).to(torch.int32))
+    return _mix(row_keys[:, None] + torch.arange(cols.start, cols.stop, dtype=torch.int32, device=device))
 
 
 def _write_back(new: Tensor, dtype: torch.dtype, s: StepScalars, random_bits) -> Tensor:

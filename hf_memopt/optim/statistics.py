@@ -1,6 +1,7 @@
 """How the codes behave, measured on a sample of a step.
 
-Of every ternary parameter at most 65536 elements are looked at (whole rows, evenly spread), so a sampled step costs little more than any other.
+Of every ternary parameter at most 65536 elements are looked at: rows evenly spread, and of a longer row its first blocks.
+So a sampled step costs little more than any other. Parameters whose step is skipped are left out.
 
 - ``zero_share``: elements whose first-moment code is 0 (about 0.43 for a Gaussian block);
 - ``changed_share``: elements whose first-moment code differs from the one before the step. Near 0, the momentum would be stale;
@@ -30,19 +31,18 @@ class CodeStatistics:
     def before(self, grad: Tensor, state: dict[str, Tensor], s: StepScalars) -> tuple[Tensor, Tensor, Tensor]:
         """Sampled rows, their codes, and the first moment (fp32) that the coming update will form there."""
         n, k = grad.shape
-        rows = torch.linspace(0, n - 1, max(1, min(n, SAMPLE_ELEMENTS // k)), device=grad.device).round().long()
-        codes, q = _decode(state, rows, k)
-        g = grad[rows].float()
+        cols = min(k, SAMPLE_ELEMENTS // trits.BLOCK * trits.BLOCK)
+        rows = sampled_rows(n, cols, grad.device)
+        codes, q = _decode(state, rows, cols)
+        g = grad[rows, :cols].float()
         return rows, codes, q * s.beta1 + (-g if s.maximize else g) * s.one_minus_beta1
 
     def after(self, sample: tuple[Tensor, Tensor, Tensor], state: dict[str, Tensor], weight: int) -> None:
-        """Compare with the state after the update; ``weight`` is the parameter's size. A step that was skipped shows no change and is left out."""
+        """Compare with the state after the update; ``weight`` is the parameter's size."""
         rows, old_codes, m = sample
-        if not bool(m.isfinite().all()):
-            return
         codes, q = _decode(state, rows, m.shape[1])
-        energy = m.square().sum(dtype=torch.float64)
-        carried = (m - q).square().sum(dtype=torch.float64) / energy if energy > 0 else torch.zeros(())
+        energy = m.double().square().sum()
+        carried = (m - q).double().square().sum() / energy if energy > 0 else torch.zeros(())
         shares = (codes == 0).double().mean(), (codes != old_codes).double().mean(), carried
         self._sums += weight * torch.tensor([float(x) for x in shares], dtype=torch.float64)
         self._weight += weight
@@ -55,7 +55,14 @@ class CodeStatistics:
         return dict(zip(("zero_share", "changed_share", "carried_energy"), means, strict=True))
 
 
-def _decode(state: dict[str, Tensor], rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    codes = trits.unpack_rows(state["exp_avg.codes"][rows], k)
-    scale = state["exp_avg.scale"][rows].float().repeat_interleave(trits.BLOCK, dim=1)[:, :k]
-    return codes, codes * scale
+def sampled_rows(n: int, cols: int, device: torch.device) -> Tensor:
+    """Indices of at most ``SAMPLE_ELEMENTS // cols`` (but at least one) of ``n`` rows, each in the middle of its share."""
+    count = max(1, min(n, SAMPLE_ELEMENTS // cols))
+    return (2 * torch.arange(count, device=device) + 1) * n // (2 * count)
+
+
+def _decode(state: dict[str, Tensor], rows: Tensor, cols: int) -> tuple[Tensor, Tensor]:
+    """First-moment codes and values of the first ``cols`` columns, which are all or whole blocks."""
+    codes = trits.unpack_rows(state["exp_avg.codes"][rows, : trits.row_bytes(cols)], cols)
+    scale = state["exp_avg.scale"][rows, : trits.block_count(cols)].float()
+    return codes, codes * scale.repeat_interleave(trits.BLOCK, dim=1)[:, :cols]

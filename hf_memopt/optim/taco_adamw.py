@@ -153,7 +153,7 @@ class TacoAdamW(CodecOptimizer):
         if self.treatment_of(group, p) == "ternary":
             before = statistics.before(grad, state, scalars) if statistics is not None else None
             applied = backend.ternary_adamw_(weight, grad, state, scalars)
-            if statistics is not None:
+            if statistics is not None and bool(applied):
                 statistics.after(before, state, p.numel())
         else:
             buffers = {key: state[key].view(shape) for key in ("exp_avg", "exp_avg_sq")}

@@ -1,0 +1,88 @@
+"""A step needs no memory of the parameter's size: its temporaries stay below 64 MB whatever the shape.
+
+Measured on the process, in a fresh one: the peak of its resident memory while a step runs, less what it held before and less the state that the step creates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_memopt import TacoAdamW
+from tests.cases import parameter, randn
+
+LIMIT = 64 * 2**20
+SHAPES = {"square": (4096, 4096), "long row": (1, 4_000_000), "long column": (300_000, 1), "vector": (4_000_000,)}
+
+MEASURE = """
+import json, re, sys
+import torch
+from hf_memopt import TacoAdamW
+
+torch.set_num_threads(1)
+
+def resident(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+def temporaries(shape, dtype, statistics):
+    p = torch.nn.Parameter(torch.ones(shape, dtype=getattr(torch, dtype)))
+    p.grad = torch.ones_like(p)
+    optimizer = TacoAdamW([p], kernel=sys.argv[1])
+    if statistics:
+        optimizer.request_statistics()
+    before = resident("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+    optimizer.step()
+    return resident("VmHWM") - before - optimizer.memory_report().state_bytes
+
+temporaries((64, 64), "float32", True), temporaries((64,), "float32", True)  # what the first call of everything costs
+print(json.dumps([temporaries(*case) for case in json.loads(sys.argv[2])]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resets the peak of resident memory through /proc")
+def test_peak_of_the_process(kernel):
+    cases = [(shape, "float32", False) for shape in SHAPES.values()]
+    cases += [(SHAPES["long row"], "float32", True), (SHAPES["long column"], "float32", True), (SHAPES["square"], "bfloat16", False)]
+    command = [sys.executable, "-c", MEASURE, kernel, json.dumps(cases)]
+    at_once = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed blocks go back at once and serve no later case unseen
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=at_once)
+    peaks = dict(zip(map(str, cases), json.loads(done.stdout), strict=True))
+    assert all(peak < LIMIT for peak in peaks.values()), peaks
+
+
+class LiveStorages(TorchDispatchMode):
+    """Peak of the bytes that tensors made inside hold together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given:
+                storage = t.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_tensors_of_the_reference(shape):
+    p = parameter(*shape)
+    optimizer = TacoAdamW([p], kernel="reference")
+    p.grad = randn(*shape, seed=1)
+    with LiveStorages() as live:
+        optimizer.step()
+    assert live.peak - optimizer.memory_report().state_bytes < LIMIT
