@@ -11,9 +11,13 @@ processes that import it again, ``__main__``.
 
 from __future__ import annotations
 
+import builtins
+import importlib.machinery
 import os
 import runpy
 import sys
+import types
+import zipfile
 
 USAGE = "usage: python -m hf_memopt.run script.py [arguments]\n       python -m hf_memopt.run -m module [arguments]"
 
@@ -40,10 +44,24 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hf_memopt.run: there is no file {target[0]!r}.", file=sys.stderr)
         return 2
     sys.argv = argv
-    if not getattr(sys.flags, "safe_path", False) and not os.path.isdir(target[0]):
-        sys.path[0] = os.path.dirname(os.path.realpath(target[0]))
-    runpy.run_path(target[0], run_name="__main__")
+    if os.path.isfile(target[0]) and not zipfile.is_zipfile(target[0]):
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = os.path.dirname(os.path.realpath(target[0]))
+        _run_file(target[0])
+    else:
+        runpy.run_path(
+            target[0], run_name="__main__"
+        )  # a folder or archive with a __main__.py: goes onto sys.path itself
     return 0
+
+
+def _run_file(path: str) -> None:
+    """As ``python path`` does. Not ``runpy.run_path``, which leaves ``__file__`` relative."""
+    loader = importlib.machinery.SourceFileLoader("__main__", os.path.abspath(path))
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(__file__=loader.path, __loader__=loader, __builtins__=builtins)
+    sys.modules["__main__"] = main_module
+    exec(loader.source_to_code(loader.get_data(loader.path), loader.path), main_module.__dict__)
 
 
 if __name__ == "__main__":

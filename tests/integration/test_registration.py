@@ -71,7 +71,8 @@ def test_order_of_imports_does_not_matter(first):
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
         args = TrainingArguments("unused", optim="taco_adamw", optim_args="seed=3", use_cpu=True)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-        print(cls.__name__, kwargs["seed"], DEFAULT_CALLBACKS[-1].__name__, INTEGRATION_TO_CALLBACK["hf_memopt"].__name__)
+        reporter = INTEGRATION_TO_CALLBACK["hf_memopt"]
+        print(cls.__name__, kwargs["seed"], DEFAULT_CALLBACKS[-1].__name__, reporter.__name__)
         """
     )
     assert done.stdout.split() == ["TacoAdamW", "3", "MemoptCheckpointCallback", "MemoryReportCallback"]
@@ -84,7 +85,8 @@ def test_import_is_light():
         import sys
         import hf_memopt
         print(hf_memopt.list_optimizers()[0].name, hf_memopt.__version__)
-        print(*sorted({m.split(".")[0] for m in sys.modules} & {"torch", "transformers", "triton", "peft", "bitsandbytes"}))
+        heavy = {"torch", "transformers", "triton", "peft", "bitsandbytes"}
+        print(*sorted({m.split(".")[0] for m in sys.modules} & heavy))
         """
     )
     assert done.stdout.splitlines()[1] == ""
@@ -103,7 +105,8 @@ def test_public_names():
 
 def test_command_line(tmp_path):
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
-        f"--output_dir {tmp_path} --optim taco_adamw --optim_args seed=7,dense_embeddings=true --use_cpu true --adam_beta2 0.95".split()
+        ["--output_dir", str(tmp_path), "--optim", "taco_adamw", "--optim_args", "seed=7,dense_embeddings=true"]
+        + ["--use_cpu", "true", "--adam_beta2", "0.95"]
     )
     assert args.optim is OptimizerNames("taco_adamw")
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, tiny_llama())
@@ -178,7 +181,10 @@ def test_other_names_go_where_they_went_before(tmp_path):
 
 FUTURE = {
     "names are no enum": "training_args.OptimizerNames = ('adamw_torch', 'sgd')",
-    "the enum is frozen": "type.__setattr__(training_args.OptimizerNames, '_member_map_', __import__('types').MappingProxyType(dict(training_args.OptimizerNames._member_map_)))",
+    "the enum is frozen": (
+        "names = training_args.OptimizerNames; "
+        "type.__setattr__(names, '_member_map_', __import__('types').MappingProxyType(dict(names._member_map_)))"
+    ),
     "the name is taken": "training_args.OptimizerNames._member_map_['TACO_ADAMW'] = training_args.OptimizerNames.SGD",
 }
 
@@ -191,13 +197,15 @@ def test_failed_registration_warns_and_the_fallback_trains(change, tmp_path):
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         from transformers import Trainer, TrainingArguments
         from transformers import training_args
-        args = TrainingArguments({str(tmp_path)!r}, optim="sgd", optim_args="seed=5", max_steps=1, use_cpu=True, report_to=[])
+        where = {str(tmp_path)!r}
+        args = TrainingArguments(where, optim="sgd", optim_args="seed=5", max_steps=1, use_cpu=True, report_to=[])
         {change}
         import hf_memopt
         from tiny_llama import inner, texts, tiny_llama
         args.save_strategy = "no"
         model = tiny_llama()
-        t = Trainer(model, args, train_dataset=texts(), optimizer_cls_and_kwargs=hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args, model))
+        ours = hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args, model)
+        t = Trainer(model, args, train_dataset=texts(), optimizer_cls_and_kwargs=ours)
         t.train()
         print(type(inner(t.optimizer)).__name__, inner(t.optimizer).param_groups[0]["seed"])
         """
@@ -211,7 +219,7 @@ def test_failed_registration_warns_and_the_fallback_trains(change, tmp_path):
 # -- log lines ------------------------------------------------------------------------------------------------------
 
 
-LOG = "import hf_memopt, logging; logging.getLogger('hf_memopt').info('the table'); logging.getLogger('hf_memopt').warning('careful')"
+LOG = "import hf_memopt, logging; log = logging.getLogger('hf_memopt'); log.info('the table'); log.warning('careful')"
 
 
 def test_log_lines_are_seen_by_default():

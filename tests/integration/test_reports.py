@@ -142,7 +142,8 @@ def test_trackio_shows_them(tmp_path):
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hf_memopt
         from tiny_llama import trainer
-        t = trainer({str(tmp_path / "out")!r}, report_to=["hf_memopt", "trackio"], save_strategy="no", project="memory", run_name="first")
+        reporting = dict(report_to=["hf_memopt", "trackio"], project="memory", run_name="first")
+        t = trainer({str(tmp_path / "out")!r}, save_strategy="no", **reporting)
         t.train()
         from trackio.sqlite_storage import SQLiteStorage
         rows = SQLiteStorage.get_logs("memory", "first")

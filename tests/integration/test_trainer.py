@@ -307,7 +307,7 @@ def test_16_bit_weights(dtype, tmp_path):
 
 
 def test_grad_scaler_skips_the_whole_step_and_backs_off():
-    """An infinite gradient after unscaling: GradScaler does not call the optimizer, halves its scale, and training goes on."""
+    """An infinite gradient: GradScaler does not call the optimizer, halves its scale, and training goes on."""
     model = tiny_llama().train()
     optimizer = TacoAdamW([(n, p) for n, p in model.named_parameters()], lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)

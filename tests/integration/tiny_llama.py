@@ -1,16 +1,11 @@
-"""A Llama of 98,624 parameters whose matrices are large enough for ternary moments, and the real Trainer on it.
-
-Also run as a program by the tests that kill a training: ``python tiny_llama.py OUTPUT_DIR DTYPE RESULT``.
-"""
+"""A Llama of 98,624 parameters whose matrices are large enough for ternary moments, and the real Trainer on it."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-import hf_memopt
+import hf_memopt  # noqa: F401  (registers the names)
 
 VOCABULARY, LENGTH = 128, 16
 
@@ -74,19 +69,3 @@ def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[
         for key in a.keys() | b.keys()
         if key not in a or key not in b or a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])
     )
-
-
-def main(output_dir: str, dtype: str, result: str) -> None:
-    """Train 30 steps, saving after every one, from the last whole checkpoint on; ``result`` gets weights and state."""
-    torch.set_num_threads(1)
-    # wide enough that writing a checkpoint takes a good part of the time
-    model = tiny_llama(getattr(torch, dtype), hidden_size=256, intermediate_size=512)
-    t = trainer(output_dir, model=model, max_steps=30, save_steps=1, save_total_limit=2)
-    last = hf_memopt.last_complete_checkpoint(output_dir)
-    print(f"from {last}", flush=True)
-    t.train(resume_from_checkpoint=last)
-    torch.save(snapshot(t), result)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
