@@ -58,6 +58,11 @@ def state_key(moment: str, part: str) -> str:
     return f"{moment}.{part}" if part else moment
 
 
+def fresh(codec: Codec, shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
+    """Buffers that stand for zero, by part name."""
+    return {part: spec.allocate(device) for part, spec in codec.specs(shape).items()}
+
+
 def zeros(codecs: dict[str, Codec], shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
     """Fresh buffers of all moments, by state key."""
     return {key: spec.allocate(device) for key, spec in all_specs(codecs, shape).items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import reference, trits
-from .base import BufferSpec, matrix_shape
+from .base import BufferSpec, fresh, matrix_shape
 
 
 class TernaryFirstMoment:
@@ -32,6 +32,8 @@ class TernaryFirstMoment:
 
     def encode(self, moment: Tensor) -> dict[str, Tensor]:
         """Nearest codes; the remainder ``moment - decode(encode(moment))`` is dropped here."""
+        if moment.numel() == 0:
+            return fresh(self, moment.shape, moment.device)
         n, k = matrix_shape(moment.shape)
         m = moment.to(torch.float32).reshape(n, k)
         full = k - k % trits.BLOCK
@@ -66,6 +68,8 @@ class TernarySecondMoment:
 
     def encode(self, moment: Tensor, uniform: Tensor | None = None) -> dict[str, Tensor]:
         """Factors are the exact means; codes are rounded with ``uniform`` (n, k) in (0, 1), to the nearest when it is None."""
+        if moment.numel() == 0:
+            return fresh(self, moment.shape, moment.device)
         n, k = matrix_shape(moment.shape)
         v = moment.to(torch.float32).reshape(n, k)
         row = v.double().mean(dim=1).float() + reference.TINY
