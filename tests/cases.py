@@ -44,7 +44,7 @@ def dtype_cases() -> dict:
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
     """Gaussian numbers that depend on the arguments alone."""
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.1) -> torch.nn.Parameter:

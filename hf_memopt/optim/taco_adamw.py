@@ -121,18 +121,22 @@ class TacoAdamW(CodecOptimizer):
         self._settle()
         statistics = CodeStatistics() if self._statistics_wanted else None
         backends: dict[str, ModuleType] = {}
-        for group, name, p in self.named_params():
-            if p.grad is not None:
-                device = p.device.type
-                backend = backends.get(device) or backends.setdefault(device, kernels.select(self.kernel, device)[1])
-                self._update(group, name, p, backend, statistics)
+        with_gradient = [(group, name, p) for group, name, p in self.named_params() if p.grad is not None]
+        for _, name, p in with_gradient:
+            if p.grad.layout != torch.strided:
+                raise ValueError(
+                    f"{type(self).__name__} takes dense gradients, but that of {name} is sparse: "
+                    "build the embedding with sparse=False."
+                )
+        for group, name, p in with_gradient:
+            device = p.device.type
+            backend = backends.get(device) or backends.setdefault(device, kernels.select(self.kernel, device)[1])
+            self._update(group, name, p, backend, statistics)
         if statistics is not None:
             self._statistics, self._statistics_wanted = statistics.result(), False
         return loss
 
     def _update(self, group: dict, name: str, p: Tensor, backend: ModuleType, statistics: CodeStatistics | None) -> None:
-        if p.grad.is_sparse:
-            raise ValueError(f"{type(self).__name__} takes dense gradients, but that of {name} is sparse: build the embedding with sparse=False.")
         state = self.state_of(group, p)
         scalars = StepScalars.at_step(
             int(state["step"]) + 1,
