@@ -17,14 +17,17 @@ of the five planes is a (ROWS, 32) array and a thread has neighbouring lanes of 
 factors once for all its rows.
 """
 
+import struct
+
 import triton
 import triton.language as tl
 
-from .triton_numbers import div, mix, nearest_bf16, row_keys, sqrt, widen, write_back
+from . import scalars
+from .triton_numbers import div, magnitude_bits, mix, nearest_bf16, row_keys, sqrt, widen, write_back
 
 ONE_LESS_HALF_STEP = tl.constexpr(1 - 2**-24)
-MAX_GRADIENT = tl.constexpr(1.8e19)
-TINY = tl.constexpr(1e-30)
+LARGEST_BITS = tl.constexpr(struct.unpack("i", struct.pack("f", scalars.MAX_GRADIENT))[0])
+TINY = tl.constexpr(scalars.TINY)
 PARTS = tl.constexpr(32)  # room for partial sums of R, and for as many of R'
 
 
@@ -70,20 +73,21 @@ def squared_sums(
     col_offset = cols.to(tl.int64) * grad_col
 
     total = tl.zeros([ROWS, COLS], dtype=tl.float64)
-    worst = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    worst = tl.zeros([ROWS, COLS], dtype=tl.int32)
     for start in range(0, tl.minimum(rows_per_program, n - first_row), ROWS):
         rows = first_row + start + tl.arange(0, ROWS)
         in_rows = rows < n
         at = grad + rows.to(tl.int64)[:, None] * grad_row + col_offset[None, :]
         g = widen(tl.load(at, mask=in_rows[:, None] & in_cols[None, :], other=0.0))
-        worst = tl.maximum(worst, tl.abs(g), propagate_nan=tl.PropagateNan.ALL)
+        worst = tl.maximum(worst, magnitude_bits(g))
         wide = g.to(tl.float64)
         square = wide * wide
         total += square
         tl.store(row_sums + rows, tl.sum(square, axis=1), mask=in_rows)
     tl.store(col_sums + cols, tl.sum(total, axis=0), mask=in_cols)
-    within = tl.min(tl.min((worst <= MAX_GRADIENT).to(tl.int32), axis=1), axis=0)
-    tl.store(applied, within != 0, mask=within == 0)
+    within = tl.min(tl.min((worst <= LARGEST_BITS).to(tl.int32), axis=1), axis=0)
+    if within == 0:
+        tl.store(applied, within != 0)
 
 
 @triton.jit(do_not_specialize=["n", "k", "col_tiles", "row_tiles", "parts", "rows_per_part", "means", "applied"])
@@ -326,14 +330,15 @@ def gradient_check(
     cols = (tl.program_id(0) % col_tiles) * COLS + tl.arange(0, COLS)
     first = (tl.program_id(0) // col_tiles) * row_tiles * ROWS
     col_offset = cols.to(tl.int64) * grad_col
-    worst = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    worst = tl.zeros([ROWS, COLS], dtype=tl.int32)
     for start in range(0, tl.minimum(row_tiles * ROWS, n - first), ROWS):
         rows = first + start + tl.arange(0, ROWS)
         at = grad + rows.to(tl.int64)[:, None] * grad_row + col_offset[None, :]
         g = widen(tl.load(at, mask=(rows < n)[:, None] & (cols < k)[None, :], other=0.0))
-        worst = tl.maximum(worst, tl.abs(g), propagate_nan=tl.PropagateNan.ALL)
-    within = tl.min(tl.min((worst <= MAX_GRADIENT).to(tl.int32), axis=1), axis=0)
-    tl.store(applied, within != 0, mask=within == 0)
+        worst = tl.maximum(worst, magnitude_bits(g))
+    within = tl.min(tl.min((worst <= LARGEST_BITS).to(tl.int32), axis=1), axis=0)
+    if within == 0:
+        tl.store(applied, within != 0)
 
 
 @triton.jit(do_not_specialize=["n", "col_tiles", "key", "applied"])

@@ -5,7 +5,9 @@ import os
 import triton
 import triton.language as tl
 
-GOLDEN = tl.constexpr(0x9E3779B9)
+from . import scalars
+
+GOLDEN = tl.constexpr(scalars.GOLDEN)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
@@ -52,6 +54,12 @@ def widen(x):
     else:
         y = x.to(tl.float32)
     return y
+
+
+@triton.jit
+def magnitude_bits(x):
+    """int32 that is ordered as |x| is, for fp32 ``x``; infinity comes after every number and NaN after infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
