@@ -42,6 +42,8 @@ TRAINER_STATE = "trainer_state.json"
 CALLBACK_KEY = "MemoptCheckpointCallback"
 FORMAT = 1
 
+# the marker's own files, what is still to come, and what the Trainer puts there while it saves on SIGTERM
+_NOT_PART = (MARKER, MARKER + ".tmp", TRAINER_STATE, "checkpoint-is-incomplete.txt")
 _PIECES, _PIECE_BYTES = 16, 1 << 16
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -220,11 +222,11 @@ def _siblings(path: str) -> list[str]:
 
 
 def _files(path: str) -> Iterator[str]:
-    """Relative names of the files that a save wrote, the marker and the file that is still to come excepted."""
+    """Relative names of the files that a save has written when it is marked."""
     for folder, _, names in os.walk(path):
         for name in names:
             relative = os.path.relpath(os.path.join(folder, name), path)
-            if relative not in (MARKER, MARKER + ".tmp", TRAINER_STATE):
+            if relative not in _NOT_PART:
                 yield relative.replace(os.sep, "/")
 
 

@@ -1,6 +1,6 @@
 """Kill real trainings with SIGKILL and let them go on: ``python kill_driver.py DTYPE SAVES OTHERS SEED FOLDER``.
 
-Each training runs in a forked child (the imports are made once) that resumes from ``last_complete_checkpoint`` and saves
+Each training runs in a forked child (imports are made once) that resumes from ``last_complete_checkpoint`` and saves
 after every step, keeping two checkpoints. The parent kills it, in turn, at any moment and while a checkpoint is being
 written, until it gets through; its weights and optimizer state must then be those of the uninterrupted run, bit for
 bit. Trainings follow each other until at least SAVES kills have left an unfinished checkpoint behind and OTHERS have

@@ -7,11 +7,14 @@ import logging
 import os
 import random
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_llama import arguments, differences, snapshot, tiny_llama, trainer
+from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 import hf_memopt
@@ -168,6 +171,27 @@ def test_the_same_trainer_goes_on_after_an_interruption(tmp_path):
     t.train(resume_from_checkpoint=last)
     assert differences(snapshot(straight), snapshot(t)) == []
     assert last_complete_checkpoint(tmp_path / "run").endswith("checkpoint-6")
+
+
+class Terminate(TrainerCallback):
+    """Sends SIGTERM after the first step, then lets time pass until the Trainer has reacted."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not hasattr(TrainingArguments, "enable_jit_checkpoint"), reason="new in transformers 5")
+def test_checkpoint_saved_on_sigterm(tmp_path):
+    """While the Trainer writes one, it holds a file of its own that it removes afterwards."""
+    t = trainer(tmp_path, max_steps=1000, save_strategy="no", enable_jit_checkpoint=True, callbacks=[Terminate()])
+    t.train()
+    assert 1 < t.state.global_step < 1000
+    (saved,) = (n for n in names(tmp_path) if n.startswith("checkpoint"))
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / saved)
+    again = trainer(tmp_path, max_steps=t.state.global_step + 2, save_strategy="no")
+    again.train(resume_from_checkpoint=last_complete_checkpoint(tmp_path))
 
 
 def test_save_only_model_and_epoch_saves(tmp_path):

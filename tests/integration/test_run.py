@@ -1,4 +1,4 @@
-"""``python -m hf_memopt.run``: a script that does not know the package sees what plain Python shows it, and the names."""
+"""``python -m hf_memopt.run``: a script that does not know the package sees what plain Python shows it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,145 @@
+"""What must hold under every supported transformers; run by ``run_compat.py``. Prints one line of JSON last."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pickle
+import platform
+import shutil
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+from tiny_llama import arguments, differences, inner, snapshot, texts, tiny_llama, trainer
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+import hf_memopt
+from hf_memopt.integrations.checkpoints import why_not_whole
+
+
+def names(tmp: Path) -> None:
+    member = OptimizerNames("taco_adamw")
+    assert list(OptimizerNames).count(member) == 1 and pickle.loads(pickle.dumps(member)) is member
+    args = arguments(tmp)
+    assert args.optim is member and args.to_dict()["optim"] == "taco_adamw"
+    torch.save(args, tmp / "args.bin")
+    assert torch.load(tmp / "args.bin", weights_only=False).optim is member
+
+
+def command_line(tmp: Path) -> None:
+    parser = HfArgumentParser(TrainingArguments)
+    line = ["--output_dir", str(tmp), "--optim", "taco_adamw", "--optim_args", "seed=7", "--use_cpu", "true"]
+    (args,) = parser.parse_args_into_dataclasses(line)
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, tiny_llama())
+    assert (cls.__name__, kwargs["seed"]) == ("TacoAdamW", 7)
+
+
+def typo(tmp: Path) -> None:
+    for changes in ({"optim": "tako"}, {"optim_args": "sead=1"}):
+        try:
+            trainer(tmp, **changes).create_optimizer()
+        except ValueError as error:
+            assert "taco_adamw" in str(error)
+        else:
+            raise AssertionError(f"{changes} was accepted")
+
+
+def weight_decay_groups(tmp: Path) -> None:
+    def decays(optim: str) -> dict[str, float]:
+        t = trainer(tmp, optim=optim)
+        name_of = {id(p): name for name, p in t.model.named_parameters()}
+        return {name_of[id(p)]: g["weight_decay"] for g in t.create_optimizer().param_groups for p in g["params"]}
+
+    assert decays("taco_adamw") == decays("adamw_torch")
+
+
+def another_optimizer(tmp: Path) -> None:
+    t = trainer(tmp, optim="adamw_torch", max_steps=2)
+    t.train()
+    assert type(inner(t.optimizer)) is torch.optim.AdamW
+    trainer(tmp, optim="adamw_torch", max_steps=4).train(resume_from_checkpoint=str(tmp / "checkpoint-2"))
+
+
+def resume(tmp: Path, dtype: torch.dtype) -> None:
+    straight = trainer(tmp, dtype=dtype)
+    straight.train()
+    assert [why_not_whole(tmp / f"checkpoint-{n}") for n in (2, 4, 6)] == [None] * 3
+    os.remove(tmp / "checkpoint-6" / "optimizer.pt")
+    last = hf_memopt.last_complete_checkpoint(tmp)
+    assert last == str(tmp / "checkpoint-4")
+    again = trainer(tmp, dtype=dtype)
+    again.train(resume_from_checkpoint=last)
+    assert differences(snapshot(straight), snapshot(again)) == []
+    assert hf_memopt.last_complete_checkpoint(tmp) == str(tmp / "checkpoint-6")
+
+
+def resume_fp32(tmp: Path) -> None:
+    resume(tmp, torch.float32)
+
+
+def resume_bf16(tmp: Path) -> None:
+    resume(tmp, torch.bfloat16)
+
+
+def torn_checkpoint_and_save_total_limit(tmp: Path) -> None:
+    trainer(tmp, max_steps=2).train()
+    shutil.copytree(tmp / "checkpoint-2", tmp / "checkpoint-90")
+    os.remove(tmp / "checkpoint-90" / "trainer_state.json")
+    t = trainer(tmp, max_steps=6, save_total_limit=1)
+    t.train(resume_from_checkpoint=hf_memopt.last_complete_checkpoint(tmp))
+    assert hf_memopt.last_complete_checkpoint(tmp) == str(tmp / "checkpoint-6")
+
+
+def figures_in_the_logs(tmp: Path) -> None:
+    t = trainer(tmp, report_to=["hf_memopt"], save_strategy="no")
+    t.train()
+    logged = [entry for entry in t.state.log_history if "loss" in entry]
+    assert len(logged) == 6
+    assert all(entry["memopt/state_bytes"] > 0 and 0 < entry["memopt/zero_share"] < 1 for entry in logged)
+
+
+def fallback(tmp: Path) -> None:
+    args, model = arguments(tmp, optim="sgd", max_steps=1), tiny_llama()
+    ours = hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args, model)
+    t = Trainer(model, args, train_dataset=texts(), optimizer_cls_and_kwargs=ours)
+    t.train()
+    assert type(inner(t.optimizer)).__name__ == "TacoAdamW"
+
+
+CHECKS = [
+    names,
+    command_line,
+    typo,
+    weight_decay_groups,
+    another_optimizer,
+    resume_fp32,
+    resume_bf16,
+    torn_checkpoint_and_save_total_limit,
+    figures_in_the_logs,
+    fallback,
+]
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    outcome = {}
+    for check in CHECKS:
+        with tempfile.TemporaryDirectory() as tmp:
+            try:
+                check(Path(tmp))
+                outcome[check.__name__] = "passed"
+            except Exception:
+                outcome[check.__name__] = traceback.format_exc()
+    passed = all(result == "passed" for result in outcome.values())
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")}
+    print("\n" + json.dumps({"passed": passed, "python": platform.python_version(), **versions, "checks": outcome}))
+    return not passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
