@@ -89,18 +89,36 @@ class CodecOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is of another format, model or optimizer; nothing has been changed then.
         """
-        saved = self._check_loadable(state_dict)
-        super().load_state_dict({**state_dict, "state": {}})
-        self.state = defaultdict(dict)
-        for p, state in saved:
-            self.state[p] = {
-                key: value.to("cpu" if key == "step" else p.device, copy=True) if torch.is_tensor(value) else value
-                for key, value in state.items()
-            }
+        checked: list[tuple[Tensor, dict]] = []
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            checked.extend(self._check_loadable(given))
+            return {**given, "state": {}}
+
+        def fill(_: torch.optim.Optimizer) -> None:
+            self.state = defaultdict(dict)
+            for p, state in checked:
+                self.state[p] = {
+                    key: value.to("cpu" if key == "step" else p.device, copy=True) if torch.is_tensor(value) else value
+                    for key, value in state.items()
+                }
+
+        # the last hook before torch loads and the first one after: other hooks see what they would see of any optimizer
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(fill, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict]]:
         me = type(self).__name__
-        saved_groups = state_dict["param_groups"]
+        saved_groups = state_dict.get("param_groups")
+        if not saved_groups or "state" not in state_dict:
+            raise ValueError("This is not the state_dict() of an optimizer: it lacks 'state' or 'param_groups'.")
         sizes = [len(g["params"]) for g in saved_groups]
         own_sizes = [len(g["params"]) for g in self.param_groups]
         versions = {g.get("format_version") for g in saved_groups}
@@ -125,27 +143,32 @@ class CodecOptimizer(torch.optim.Optimizer):
             if saved_name and _name_in_group(group, 0) and saved_name != name:
                 raise ValueError(f"This checkpoint's optimizer state is of another model: it has {saved_name!r} where this one has {name!r}.")
             state = state_dict["state"].get(pid)
+            if self.treatment_of({"treatment": "auto", **saved_group}, p) != self.treatment_of(group, p):
+                raise self._other_moments(group, name, p)
             if state:
                 self._check_state(state, group, name, p)
                 found.append((p, state))
         return found
 
     def _check_state(self, state: dict, group: dict, name: str, p: Tensor) -> None:
-        treatment = self.treatment_of(group, p)
-        specs = all_specs(self.CODECS[treatment], p.shape)
-        expected = {key: (spec.shape, spec.dtype) for key, spec in specs.items()} | {"step": ((), torch.float32)}
-        given = {key: (tuple(v.shape), v.dtype) for key, v in state.items() if torch.is_tensor(v)}
-        if given.keys() != expected.keys():
-            raise ValueError(
-                f"This checkpoint keeps other moments for {name!r} than this optimizer, which treats it as {treatment}: "
-                "set the same optim_args and optim_target_modules as in the run that wrote it."
-            )
+        specs = all_specs(self.CODECS[self.treatment_of(group, p)], p.shape)
+        expected = {key: _describe(spec.shape, spec.dtype) for key, spec in specs.items()}
+        expected["step"] = _describe((), torch.float32)
+        if state.keys() != {*expected, "skipped"}:
+            raise self._other_moments(group, name, p)
+        given = {key: _describe(v.shape, v.dtype) if torch.is_tensor(v) else repr(v) for key, v in state.items()}
         wrong = next((key for key in expected if given[key] != expected[key]), None)
         if wrong is not None:
             raise ValueError(
-                f"This checkpoint's optimizer state is of another model: {wrong!r} of {name!r} is {_describe(*given[wrong])} "
-                f"where {_describe(*expected[wrong])} is needed."
+                f"This checkpoint's optimizer state is of another model: {wrong!r} of {name!r} is {given[wrong]} "
+                f"where {expected[wrong]} is needed."
             )
+
+    def _other_moments(self, group: dict, name: str, p: Tensor) -> ValueError:
+        return ValueError(
+            f"This checkpoint keeps other moments for {name!r} than this optimizer, which treats it as "
+            f"{self.treatment_of(group, p)}: set the same optim_args and optim_target_modules as in the run that wrote it."
+        )
 
     # -- reporting ---------------------------------------------------------------------------------------------------------------
 
