@@ -14,7 +14,7 @@ from .integrations.verbosity import configure_logging
 from .registry import OptimizerSpec, get_optimizer, list_optimizers
 
 if TYPE_CHECKING:
-    from .integrations.callbacks import MemoptCheckpointCallback, MemoryReportCallback
+    from .integrations.callbacks import MemoptCallback, MemoryReportCallback
     from .integrations.checkpoints import last_complete_checkpoint
     from .integrations.trainer import optimizer_cls_and_kwargs
     from .optim import TacoAdamW, import_adamw_state
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "MemoptCheckpointCallback": ".integrations.callbacks",
+    "MemoptCallback": ".integrations.callbacks",
     "MemoryReport": ".optim.report",
     "MemoryReportCallback": ".integrations.callbacks",
     "TacoAdamW": ".optim",
@@ -38,7 +38,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "MemoptCheckpointCallback",
+    "MemoptCallback",
     "MemoryReport",
     "MemoryReportCallback",
     "OptimizerSpec",

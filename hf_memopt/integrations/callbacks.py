@@ -1,12 +1,12 @@
-"""What the package does from inside the Trainer: marks finished checkpoints, and puts memory figures into the logs.
+"""What the package does from inside the Trainer.
 
-``MemoptCheckpointCallback`` is added to every Trainer (``transformers.trainer.DEFAULT_CALLBACKS``) so that
-``optim="taco_adamw"`` alone makes checkpoints that ``last_complete_checkpoint`` can trust. It acts only while one of
-the package's optimizers is training.
+``MemoptCallback`` is in every Trainer through ``transformers.trainer.DEFAULT_CALLBACKS``: ``optim="taco_adamw"`` alone
+says at the start what will be kept in memory, refuses what does not work, and makes checkpoints that
+``last_complete_checkpoint`` can trust. It acts only where one of the package's optimizers trains.
 
-``MemoryReportCallback`` is asked for with ``report_to=["hf_memopt", "tensorboard"]``. The Trainer hands one dict of
-logs to its callbacks in turn: default callbacks, reporters in the order of ``report_to``, the user's callbacks,
-progress bar. What is put into it is seen by those that come later, therefore ours has to be the first reporter.
+``MemoryReportCallback`` is asked for: ``report_to=["hf_memopt", "tensorboard"]``. The Trainer hands one dict of logs to
+its callbacks in turn: default callbacks, reporters in the order of ``report_to``, the user's callbacks, progress bar.
+What is put into it is seen by those that come later, therefore ours has to be the first reporter.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ def package_optimizer(optimizer: Any) -> Any:
     return optimizer if ours else None
 
 
-class MemoptCheckpointCallback(TrainerCallback, ExportableState):
-    """Marks each checkpoint when it is finished; the protocol is in ``checkpoints.py``.
+class MemoptCallback(TrainerCallback, ExportableState):
+    """Start table, refusals, and a marker on each finished checkpoint.
 
-    The Trainer asks callbacks of type ``ExportableState`` for their state when everything else of a checkpoint is
-    written, and stores the answer in ``trainer_state.json``, the last file. That moment is where the marker belongs:
-    after the files, before older checkpoints are deleted. ``on_save`` would be too late.
-
-    Not marked: checkpoints of a hyperparameter search, which nobody resumes.
+    The marker is explained in ``checkpoints.py``. The Trainer asks callbacks of type ``ExportableState`` for their
+    state when everything else of a checkpoint is written, and stores the answer in ``trainer_state.json``, the last
+    file. That moment is where the marker belongs: after the files, before older checkpoints are deleted. ``on_save``
+    would be too late. Checkpoints of a hyperparameter search, which nobody resumes, are not marked.
     """
 
     def __init__(self) -> None:
@@ -58,12 +57,14 @@ class MemoptCheckpointCallback(TrainerCallback, ExportableState):
         if is_registered(name):
             refuse_unsupported(name, args)
 
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         # the trainer_state.json of a run without this package has no entry for it, but the Trainer wants one to save
         state.stateful_callbacks.setdefault(CALLBACK_KEY, self._exported())
-        ours = package_optimizer(optimizer) is not None
+        ours = package_optimizer(optimizer)
+        if ours is not None and state.is_world_process_zero:
+            logger.info("%s", ours.memory_report(model).table())
         self._args, self._state = args, state
-        self._marking = ours and args.should_save and not state.is_hyper_param_search
+        self._marking = ours is not None and args.should_save and not state.is_hyper_param_search
         if self._marking:
             set_aside_torn(args.output_dir, beyond=state.global_step)
 

@@ -39,7 +39,7 @@ logger = logging.getLogger("hf_memopt")
 
 MARKER = "hf_memopt_checkpoint.json"
 TRAINER_STATE = "trainer_state.json"
-CALLBACK_KEY = "MemoptCheckpointCallback"
+CALLBACK_KEY = "MemoptCallback"
 FORMAT = 1
 
 # the marker's own files, what is still to come, and what the Trainer puts there while it saves on SIGTERM
@@ -195,8 +195,11 @@ def fingerprint(file: str | os.PathLike[str]) -> str:
 def _saved_id(path: str) -> str | None:
     state = _read_json(os.path.join(path, TRAINER_STATE))
     try:
-        return state["stateful_callbacks"][CALLBACK_KEY]["attributes"]["save_id"]
-    except (KeyError, TypeError):
+        entry = state["stateful_callbacks"][CALLBACK_KEY]
+        if isinstance(entry, list):  # the callback was added by hand as well, and the last one marked last
+            entry = entry[-1]
+        return entry["attributes"]["save_id"]
+    except (KeyError, IndexError, TypeError):
         return None
 
 

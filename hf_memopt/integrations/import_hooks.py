@@ -28,7 +28,7 @@ def after_import(name: str, hook: Hook) -> None:
     else's module.
     """
     module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         _run(hook, module)
         return
     finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)

@@ -69,7 +69,7 @@ def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[t
     spec = get_optimizer(name)
     refuse_unsupported(name, args)
     options = parse_options(spec.options, getattr(args, "optim_args", None), strategy=name)
-    cls, kwargs = spec.load_builder()(
+    return spec.load_builder()(
         model,
         options,
         lr=args.learning_rate,
@@ -79,9 +79,6 @@ def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[t
         no_decay=no_decay_names(model) if model is not None else (),
         target_modules=getattr(args, "optim_target_modules", None),
     )
-    if model is not None and getattr(args, "process_index", 0) == 0:
-        print_start_table(cls, kwargs, model)
-    return cls, kwargs
 
 
 def no_decay_names(model: Any) -> set[str]:
@@ -91,13 +88,6 @@ def no_decay_names(model: Any) -> set[str]:
     # an instance method that uses no instance; the rule differs between versions, so it is asked and not copied
     decay = set(Trainer.get_decay_parameter_names(Trainer.__new__(Trainer), model))
     return {name for name, p in model.named_parameters() if p.requires_grad and name not in decay}
-
-
-def print_start_table(cls: type, kwargs: dict[str, Any], model: Any) -> None:
-    """Log what the optimizer will keep per group. Made from an instance of its own, which holds no state yet."""
-    groups = [dict(group, params=list(group["params"])) for group in kwargs["params"]]
-    trial = cls(groups, **{key: value for key, value in kwargs.items() if key != "params"})
-    logger.info("%s", trial.memory_report(model).table())
 
 
 def refuse_unsupported(name: str, args: Any) -> None:
@@ -146,8 +136,8 @@ def add_optimizer_names(training_args: ModuleType) -> None:
 
 
 def add_to_trainer(trainer: ModuleType) -> None:
-    """Route the registered names to their builders and let every Trainer mark its checkpoints."""
-    from .callbacks import MemoptCheckpointCallback
+    """Route the registered names to their builders and give every Trainer the package's callback."""
+    from .callbacks import MemoptCallback
 
     try:
         _wrap_get_optimizer(trainer.Trainer)
@@ -156,12 +146,12 @@ def add_to_trainer(trainer: ModuleType) -> None:
     callbacks = getattr(trainer, "DEFAULT_CALLBACKS", None)
     if not isinstance(callbacks, list):
         logger.warning(
-            "hf_memopt: transformers %s has no list of default callbacks, so finished checkpoints are not marked; "
-            "pass callbacks=[hf_memopt.MemoptCheckpointCallback()] to the Trainer.",
+            "hf_memopt: transformers %s has no list of default callbacks, so there is no start table and checkpoints "
+            "are not marked; pass callbacks=[hf_memopt.MemoptCallback()] to the Trainer.",
             _transformers_version(),
         )
-    elif MemoptCheckpointCallback not in callbacks:
-        callbacks.append(MemoptCheckpointCallback)
+    elif MemoptCallback not in callbacks:
+        callbacks.append(MemoptCallback)
 
 
 def add_reporter(integration_utils: ModuleType) -> None:

@@ -77,7 +77,7 @@ def fake_save(path: Path, *, weights: bytes = b"w" * 5000, ranks: int = 1, upto:
 
 
 def test_callback_key_is_the_name_under_which_the_trainer_stores_it():
-    assert hf_memopt.MemoptCheckpointCallback.__name__ == CALLBACK_KEY
+    assert hf_memopt.MemoptCallback.__name__ == CALLBACK_KEY
 
 
 # -- what the Trainer leaves ----------------------------------------------------------------------------------------
@@ -138,6 +138,12 @@ def test_callback_states_are_restored(tmp_path):
     t = trainer(tmp_path, max_steps=6, restore_callback_states_from_checkpoint=True)
     t.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-6")
+
+
+def test_callback_added_by_hand_as_well(tmp_path):
+    t = trainer(tmp_path, max_steps=4, callbacks=[hf_memopt.MemoptCallback()])
+    t.train()
+    assert [why_not_whole(tmp_path / f"checkpoint-{n}") for n in (2, 4)] == [None, None]
 
 
 def test_the_same_trainer_trains_twice(tmp_path):
@@ -399,7 +405,7 @@ def test_a_torn_folder_does_not_cost_the_next_checkpoints(run):
 
 def test_a_hyperparameter_search_is_not_marked(tmp_path):
     args = arguments(tmp_path)
-    callback = hf_memopt.MemoptCheckpointCallback()
+    callback = hf_memopt.MemoptCallback()
     t = trainer(tmp_path)
     t.create_optimizer()
     t.state.is_hyper_param_search = True

@@ -56,7 +56,7 @@ def test_registering_again_changes_nothing():
     register()
     assert (list(OptimizerNames), Trainer.get_optimizer_cls_and_kwargs) == before
     assert callbacks == DEFAULT_CALLBACKS
-    assert callbacks.count(hf_memopt.MemoptCheckpointCallback) == 1
+    assert callbacks.count(hf_memopt.MemoptCallback) == 1
     assert not getattr(Trainer.get_optimizer_cls_and_kwargs.__wrapped__, WRAPPED, False)
 
 
@@ -75,7 +75,7 @@ def test_order_of_imports_does_not_matter(first):
         print(cls.__name__, kwargs["seed"], DEFAULT_CALLBACKS[-1].__name__, reporter.__name__)
         """
     )
-    assert done.stdout.split() == ["TacoAdamW", "3", "MemoptCheckpointCallback", "MemoryReportCallback"]
+    assert done.stdout.split() == ["TacoAdamW", "3", "MemoptCallback", "MemoryReportCallback"]
 
 
 def test_import_is_light():

@@ -155,11 +155,13 @@ def test_wrong_options_fail_before_the_first_step(optim_args, message, tmp_path)
     assert t.state.global_step == 0
 
 
-def test_start_table_is_logged_once(tmp_path, caplog):
+def test_start_table_is_logged_once_before_the_first_step(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "hf_memopt"):
         trainer(tmp_path, max_steps=2).train()
+        trainer(tmp_path, max_steps=2, optim="adamw_torch").train()
     tables = [r.getMessage() for r in caplog.records if "bits/param" in r.getMessage()]
     assert len(tables) == 1
+    assert "declared" in tables[0]
     assert re.search(r"ternary +matrix", tables[0]) and re.search(r"dense +vector", tables[0])
 
 
@@ -229,13 +231,13 @@ def test_unsupported_launchers_are_refused_by_name(flag, what, tmp_path, monkeyp
     monkeypatch.setenv(flag, "true")
     for refused in (
         lambda: hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args, tiny_llama()),
-        lambda: hf_memopt.MemoptCheckpointCallback().on_init_end(args, None, None),
+        lambda: hf_memopt.MemoptCallback().on_init_end(args, None, None),
     ):
         with pytest.raises(
             NotImplementedError, match=f"optim='taco_adamw' does not support {what}.*(train without|use adamw_torch)"
         ):
             refused()
-    hf_memopt.MemoptCheckpointCallback().on_init_end(other, None, None)
+    hf_memopt.MemoptCallback().on_init_end(other, None, None)
 
 
 def test_fsdp_arguments_are_refused(tmp_path):
@@ -365,6 +367,26 @@ def test_a_non_finite_gradient_is_skipped_counted_and_logged(tmp_path):
     assert [entry["memopt/skipped_steps"] for entry in logged] == [0, *[len(list(model.parameters()))] * 3]
     assert {int(state["step"]) for state in inner(t.optimizer).state.values()} == {3}
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_grad_scaler_inside_accelerate():
+    """AcceleratedOptimizer finds out about a skipped step by patching ``step``."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    Accelerator(cpu=True)
+    weight = nn.Parameter(torch.zeros(64, 64))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = AcceleratedOptimizer(TacoAdamW([("weight", weight)]), device_placement=False, scaler=scaler)
+    skipped = []
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale((weight * factor).sum()).backward()
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    assert skipped == [False, True, False]
+    assert int(optimizer.optimizer.state[weight]["step"]) == 2
+    assert weight.isfinite().all() and weight.abs().min() > 0
 
 
 # -- PEFT and TRL ---------------------------------------------------------------------------------------------------
