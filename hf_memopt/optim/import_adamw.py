@@ -1,6 +1,7 @@
 """Going on from a run of plain AdamW: its fp32 or bf16 moments become ours.
 
-The second moment goes through the same stochastic code as in training. The first moment's remainder has no weight to be carried into here and is dropped: about a fifth of its energy, once.
+The second moment goes through the same stochastic code as in training. The first moment's remainder has no weight to be
+carried into here and is dropped: about a fifth of its energy, once.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from .base import CodecOptimizer
 def import_adamw_state(optimizer: CodecOptimizer, state_dict: dict[str, Any], model: nn.Module | None = None) -> None:
     """Fill ``optimizer``'s state from the ``state_dict()`` of a ``torch.optim.AdamW`` over the same parameters.
 
-    Parameters are matched by name where the state has ``param_names``; else in the Trainer's order of ``model``'s parameters; else by position, if the groups are the same.
-    Options of the groups (lr, betas, ...) stay as they are in ``optimizer``.
+    Parameters are matched by name where the state has ``param_names``; else in the Trainer's order of ``model``'s
+    parameters; else by position, if the groups are the same. Options of the groups (lr, betas, ...) stay as they are in
+    ``optimizer``.
 
     Raises:
         ValueError: the state is not plain AdamW's, or belongs to another model.
@@ -31,11 +33,7 @@ def import_adamw_state(optimizer: CodecOptimizer, state_dict: dict[str, Any], mo
         state = source.get(name)
         if not state:
             continue
-        missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if not isinstance(state.get(key), Tensor | int | float)]
-        if missing:
-            raise ValueError(f"The state of {name!r} is not plain AdamW's: it has no {missing[0]!r}.")
-        if state["exp_avg"].shape != p.shape:
-            raise ValueError(f"The AdamW state is of another model: {name!r} has moments of shape {tuple(state['exp_avg'].shape)}, the parameter {tuple(p.shape)}.")
+        _check(state, name, p)
         new = {"step": torch.tensor(float(state["step"])), "skipped": 0}
         for moment, codec in optimizer.CODECS[optimizer.treatment_of(group, p)].items():
             value = state[moment].to(p.device, torch.float32)
@@ -52,24 +50,49 @@ def import_adamw_state(optimizer: CodecOptimizer, state_dict: dict[str, Any], mo
         optimizer.state[p] = state
 
 
+def _check(state: dict[str, Any], name: str, p: Tensor) -> None:
+    if not isinstance(state.get("step"), Tensor | int | float):
+        raise ValueError(f"The state of {name!r} is not plain AdamW's: it has no 'step'.")
+    for moment in ("exp_avg", "exp_avg_sq"):
+        value = state.get(moment)
+        if not torch.is_tensor(value):
+            raise ValueError(f"The state of {name!r} is not plain AdamW's: it has no {moment!r}.")
+        if value.shape != p.shape:
+            raise ValueError(
+                f"The AdamW state is of another model: {name!r} has moments of shape {tuple(value.shape)}, "
+                f"the parameter {tuple(p.shape)}."
+            )
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"The AdamW state of {name!r} cannot be used: {moment!r} is not finite.")
+
+
 def _by_name(optimizer: CodecOptimizer, state_dict: dict[str, Any], model: nn.Module | None) -> dict[str, dict]:
     """The saved states by parameter name, however the two sides group their parameters."""
-    saved = [(g, i, pid) for g in state_dict["param_groups"] for i, pid in enumerate(g["params"])]
-    if all(g.get("param_names") for g in state_dict["param_groups"]):
+    groups = state_dict["param_groups"]
+    saved = [(g, i, pid) for g in groups for i, pid in enumerate(g["params"])]
+    sizes = [len(g["params"]) for g in groups]
+    if all("param_names" in g for g in groups):
         names = [g["param_names"][i] for g, i, _ in saved]
     elif model is not None:
-        names = _names_in_trainer_order(optimizer, model)
-    elif [len(g["params"]) for g in state_dict["param_groups"]] == [len(g["params"]) for g in optimizer.param_groups]:
+        in_order = _names_in_trainer_order(optimizer, model)
+        if sizes != [len(names) for names in in_order]:
+            raise ValueError(
+                f"The AdamW state has groups of {sizes} parameters, where the Trainer, with the weight decay of this "
+                f"optimizer's groups, would make {[len(names) for names in in_order]}: it is of another model or grouping."
+            )
+        names = [name for names in in_order for name in names]
+    elif sizes == [len(g["params"]) for g in optimizer.param_groups]:
         names = [name for _, name, _ in optimizer.named_params()]
     else:
-        raise ValueError("The AdamW state has no parameter names and is grouped otherwise than this optimizer: pass model= so that the Trainer's order can be followed.")
-    if len(saved) != len(names):
-        raise ValueError(f"The AdamW state has {len(saved)} parameters, this optimizer {len(names)}: it is of another model.")
+        raise ValueError(
+            "The AdamW state has no parameter names and is grouped otherwise than this optimizer: "
+            "pass model= so that the Trainer's order can be followed."
+        )
     return {name: state_dict["state"].get(pid, {}) for name, (_, _, pid) in zip(names, saved, strict=True)}
 
 
-def _names_in_trainer_order(optimizer: CodecOptimizer, model: nn.Module) -> list[str]:
+def _names_in_trainer_order(optimizer: CodecOptimizer, model: nn.Module) -> tuple[list[str], list[str]]:
     """The Trainer makes two groups, with and without weight decay, each in the model's order."""
     decays = {name: group.get("decays", True) for group, name, _ in optimizer.named_params()}
     ours = [name for name, _ in model.named_parameters() if name in decays]
-    return [n for n in ours if decays[n]] + [n for n in ours if not decays[n]]
+    return [n for n in ours if decays[n]], [n for n in ours if not decays[n]]
