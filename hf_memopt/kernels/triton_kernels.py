@@ -23,7 +23,18 @@ import triton
 import triton.language as tl
 
 from . import scalars
-from .triton_numbers import div, magnitude_bits, mix, nearest_bf16, row_keys, sqrt, widen, write_back
+from .triton_numbers import (
+    copy_sign,
+    div,
+    magnitude_bits,
+    mix,
+    nearest_bf16,
+    recompute,
+    row_keys,
+    sqrt,
+    widen,
+    write_back,
+)
 
 ONE_LESS_HALF_STEP = tl.constexpr(1 - 2**-24)
 LARGEST_BITS = tl.constexpr(struct.unpack("i", struct.pack("f", scalars.MAX_GRADIENT))[0])
@@ -178,7 +189,8 @@ def _kept(m, threshold, POWER: tl.constexpr):
     """What a plane adds to the sum of kept magnitudes and to the packed codes, the count of the kept above bit 16."""
     magnitude = tl.abs(m)
     keep = magnitude > threshold
-    return tl.where(keep, magnitude, 0.0), tl.where(keep, tl.where(m > 0, 65536 + POWER, 65536 - POWER), 0)
+    negative = m.to(tl.int32, bitcast=True) >> 31  # -1 or 0
+    return tl.where(keep, magnitude, 0.0), tl.where(keep, 65536 + POWER + negative * (2 * POWER), 0)
 
 
 @triton.jit
@@ -200,7 +212,7 @@ def _finish(
     exponent = tl.where(excess > step, POWER, tl.where(-excess > step * 0.25, -POWER, 0))
     if TAIL:
         exponent = tl.where(_lanes(in_cols[None, :]), exponent, 0)
-    stored = tl.where(tl.abs(m) > threshold, tl.where(m > 0, scale, -scale), 0.0)
+    stored = tl.where(tl.abs(m) > threshold, copy_sign(scale, m), 0.0)
     numerator = m * inv_bias1 + carry * (m - stored)
     update = div(numerator, sqrt(v * inv_bias2) + eps)
     new = _lanes(widen(w)) * decay - lr * update
@@ -296,6 +308,7 @@ def ternary_update(
     mean = div(_tree(k0 + k1 + k2 + k3 + k4), tl.maximum(count, 1).to(tl.float32))
     new_scale = nearest_bf16(tl.where(count > 0, mean, 0.0))
     scale = _per_row(widen(new_scale))
+    threshold = recompute(threshold)
     tl.store(scale_at, new_scale, mask=in_rows)
     tl.store(codes_m + code_at, tl.reshape(_pack(packed & 0xFFFF), [ROWS, 32]), mask=in_bytes)
 

@@ -19,6 +19,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     def sqrt(x):
         return tl.sqrt_rn(x)
 
+    @triton.jit
+    def recompute(x):
+        return x
+
 else:
 
     @triton.jit
@@ -30,6 +34,11 @@ else:
     def sqrt(x):
         """Square root rounded to nearest, subnormal numbers included."""
         return tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def recompute(x):
+        """``x``, but the compiler does not know: what depends on it is computed again rather than kept in registers."""
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -60,6 +69,13 @@ def widen(x):
 def magnitude_bits(x):
     """int32 that is ordered as |x| is, for fp32 ``x``; infinity comes after every number and NaN after infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def copy_sign(x, y):
+    """fp32 ``x``, which is not negative, with the sign of ``y``."""
+    sign = y.to(tl.uint32, bitcast=True) & 0x80000000
+    return (x.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
