@@ -118,6 +118,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "optim": given.optim,
         "optimizer_class": f"{type(inner).__module__}.{type(inner).__qualname__}",
         "optim_args": optim_args,
+        "kernel": inner.kernel_name() if hasattr(inner, "kernel_name") else None,
         "lr": given.lr,
         "beta1": given.beta1,
         "seed": given.seed,
