@@ -86,6 +86,7 @@ def plot(results: list[dict[str, Any]], path: pathlib.Path) -> None:
     start = {"xytext": (-9, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
     left.annotate(f"{results[0]['before']:.3f}", (0, results[0]["before"]), **start)
     left.set_xlim(-0.13 * results[0]["steps"], 1.12 * results[0]["steps"])
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.set(xlabel="step", ylabel="loss (nats a token)")
     left.set_title(f"SmolLM2-135M on State of the Union addresses, {results[0]['dtype']}", loc="left", fontsize=11)
     left.grid(alpha=0.25)
@@ -124,6 +125,8 @@ def main() -> None:
 
     began = time.monotonic()
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
+    for earlier in (given.output / "sotu-lm").glob("*.json"):
+        earlier.unlink()
     results = []
     for number, optim in enumerate(STRATEGIES, 1):
         print(f"[{number}/{len(STRATEGIES)}] optim={optim!r}: {given.steps} steps of 2 x 256 tokens", flush=True)
@@ -142,8 +145,8 @@ def main() -> None:
         done = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
         if done.returncode:
             raise SystemExit(f"error: the run with optim={optim!r} failed; its message stands above")
-        newest = max((given.output / "sotu-lm").glob(f"{optim}*.json"), key=lambda p: p.stat().st_mtime)
-        results.append(json.loads(newest.read_text(encoding="utf8")))
+        (written,) = (given.output / "sotu-lm").glob(f"{optim}*.json")
+        results.append(json.loads(written.read_text(encoding="utf8")))
     if results[0]["batches_sha256"] != results[1]["batches_sha256"]:
         raise SystemExit("error: the two runs saw different batches, so their losses cannot be compared")
 
