@@ -51,9 +51,21 @@ def kernel(request) -> str:
 
 def require_kernel(name: str) -> None:
     """Skip the test, with the reason, where the kernel cannot be used."""
+    why_not = unusable(name)
+    if why_not:
+        pytest.skip(why_not)
+
+
+def fastest_kernel() -> str:
+    """For tests in which the kernel does not matter: all give the same numbers."""
+    return next(name for name in reversed(CPU_KERNELS) if not unusable(name))
+
+
+def unusable(name: str) -> str:
     if importlib.util.find_spec(f"hf_memopt.kernels.{name}") is None:
-        pytest.skip(f"hf_memopt has no {name} kernel")
+        return f"hf_memopt has no {name} kernel"
     try:
         kernels.select(name, "cpu")
     except ValueError as error:
-        pytest.skip(str(error))
+        return str(error)
+    return ""
