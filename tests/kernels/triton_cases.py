@@ -1,14 +1,15 @@
-"""What `test_triton_interpreter.py` checks, run in a process of its own: Triton decides at import whether it
-interprets.
+"""The cases of `test_triton_interpreter.py`, run in a process of its own: Triton decides at import whether it interprets.
 
-    TRITON_INTERPRET=1 python -m tests.kernels.triton_cases
+    TRITON_INTERPRET=1 python -m tests.kernels.triton_cases      # on the CPU, by Triton's interpreter
+    python -m tests.kernels.triton_cases --device cuda           # the same on a GPU
 
-prints one JSON object: case -> "" when it holds, else what was wrong. The interpreter takes about a fifth of a second a
-program, so the parameters are small.
+prints one JSON object: case -> "" when it holds, else what was wrong. The reference always runs on the CPU. The
+interpreter takes about a fifth of a second a program, so the parameters are small.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from hf_memopt.kernels.scalars import StepScalars, parameter_key
 from tests.cases import randn, uneven_gradient
 
 CASES: dict[str, Callable[[], None]] = {}
+DEVICE = torch.device("cpu")  # where the Triton kernels run; main() sets it
 
 
 def case(name: str, *arguments) -> Callable:
@@ -51,28 +53,49 @@ def dense_state(shape) -> dict[str, Tensor]:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.contiguous().view(integer), other.contiguous().view(integer))
+    return torch.equal(one.cpu().contiguous().view(integer), other.cpu().contiguous().view(integer))
 
 
-def compare(step_of: str, params: list[Tensor], states: list[dict], grad: Tensor, s: StepScalars) -> None:
-    """One step by either kernel; every buffer must come out equal, bit for bit."""
-    expected = getattr(reference, step_of)(params[0], grad, states[0], s)
-    applied = getattr(kernel, step_of)(params[1], grad, states[1], s)
+def as_is(t: Tensor) -> Tensor:
+    return t
+
+
+class Twins:
+    """One parameter twice: for the reference on the CPU and for the Triton kernel on DEVICE."""
+
+    def __init__(self, kind: str, start: Tensor, view: Callable[[Tensor], Tensor] = as_is) -> None:
+        """``view`` lays weights and gradients out in another way."""
+        self.step_of, self.view = f"{kind}_adamw_", view
+        self.params = [view(start.clone()), view(start.to(DEVICE, copy=True))]
+        make = ternary_state if kind == "ternary" else dense_state
+        self.states = [make(self.params[0].shape) for _ in range(2)]
+        self.states[1] = {key: buffer.to(DEVICE) for key, buffer in self.states[1].items()}
+
+    def set(self, key: str, value: Tensor) -> None:
+        for state in self.states:
+            state[key].copy_(value)
+
+    def step(self, grad: Tensor, s: StepScalars) -> None:
+        """One step by either kernel; every buffer must come out equal, bit for bit."""
+        compare(self.step_of, self.params, self.states, [self.view(grad), self.view(grad.to(DEVICE))], s)
+
+
+def compare(step_of: str, params: list[Tensor], states: list[dict], grads: list[Tensor], s: StepScalars) -> None:
+    expected = getattr(reference, step_of)(params[0], grads[0], states[0], s)
+    applied = getattr(kernel, step_of)(params[1], grads[1], states[1], s)
     assert applied.shape == () and applied.dtype == torch.bool
     assert bool(applied) == expected, f"applied: {bool(applied)}, reference: {expected}"
     pairs = {"weights": params} | {key: [state[key] for state in states] for key in states[0]}
     for name, (one, other) in pairs.items():
-        wrong = int((one != other).sum())
+        wrong = int((one != other.cpu()).sum())
         assert same_bits(one, other), f"{name}: {wrong} of {one.numel()} differ at step {s}"
 
 
-def follow(shape, dtype, grad_dtype=None, steps=2, view=lambda t: t, kind="ternary", **settings) -> None:
-    """Several steps of both kernels from the same start. ``view`` lays weights and gradients out in another way."""
-    params = [view(randn(*shape, seed=1, scale=0.1).to(dtype)) for _ in range(2)]
-    states = [(ternary_state if kind == "ternary" else dense_state)(params[0].shape) for _ in range(2)]
+def follow(shape, dtype, grad_dtype=None, steps=2, view=as_is, kind="ternary", **settings) -> None:
+    """Several steps of both kernels from the same start."""
+    twins = Twins(kind, randn(*shape, seed=1, scale=0.1).to(dtype), view)
     for step in range(1, steps + 1):
-        grad = view(uneven_gradient(*shape, seed=10 * step).to(grad_dtype or dtype))
-        compare(f"{kind}_adamw_", params, states, grad, scalars(step, **settings))
+        twins.step(uneven_gradient(*shape, seed=10 * step).to(grad_dtype or dtype), scalars(step, **settings))
 
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -122,19 +145,15 @@ def all_codes():
     shape = (8, 320)
     values = torch.arange(243, dtype=torch.int64)
     legal = ((256 * values + 242) * 17261 >> 22).to(torch.uint8)
-    params = [randn(*shape, seed=2) for _ in range(2)]
-    states = []
-    for _ in range(2):
-        state = ternary_state(shape)
-        count = state["exp_avg.codes"].numel()
-        state["exp_avg.codes"].copy_(legal[torch.arange(count) % 243].view(8, -1))
-        state["exp_avg_sq.codes"].copy_(legal[torch.arange(count) * 5 % 243].view(8, -1))
-        state["exp_avg.scale"].copy_(randn(8, 2, seed=3).abs())
-        state["exp_avg_sq.row"].copy_(randn(8, seed=4).abs())
-        state["exp_avg_sq.col"].copy_(randn(320, seed=5).abs())
-        states.append(state)
-    assert len(set(states[0]["exp_avg.codes"].flatten().tolist())) == 243
-    compare("ternary_adamw_", params, states, randn(*shape, seed=6), scalars(9))
+    twins = Twins("ternary", randn(*shape, seed=2))
+    count = twins.states[0]["exp_avg.codes"].numel()
+    assert count > 243
+    twins.set("exp_avg.codes", legal[torch.arange(count) % 243].view(8, -1))
+    twins.set("exp_avg_sq.codes", legal[torch.arange(count) * 5 % 243].view(8, -1))
+    twins.set("exp_avg.scale", randn(8, 2, seed=3).abs())
+    twins.set("exp_avg_sq.row", randn(8, seed=4).abs())
+    twins.set("exp_avg_sq.col", randn(320, seed=5).abs())
+    twins.step(randn(*shape, seed=6), scalars(9))
 
 
 @case("from 1e-44 to 1e19", F32)
@@ -143,27 +162,25 @@ def all_codes():
 def magnitudes(dtype):
     """Numbers all over the range, subnormal ones included, so that a flush to zero or another rounding would show."""
     shape = (6, 163)
-    params, states = [], [ternary_state(shape) for _ in range(2)]
     powers = {F32: (-44, 18), BF16: (-40, 18), F16: (-7, 4)}[dtype]
-    for _ in range(2):
-        exponents = torch.linspace(*powers, 6 * 163).view(shape)
-        params.append((randn(*shape, seed=3).sign() * 10.0 ** exponents.double()).to(dtype))
+    exponents = torch.linspace(*powers, 6 * 163, dtype=torch.float64).view(shape)
+    twins = Twins("ternary", (randn(*shape, seed=3).sign() * 10.0**exponents).to(dtype))
     for step in (1, 2):
-        exponents = torch.linspace(-44, 19, 163).flip(0)[None, :] * (torch.arange(6)[:, None] / 5)
-        grad = (randn(*shape, seed=step).double() * 10.0 ** exponents.double()).clamp(-1.7e19, 1.7e19).float()
-        compare("ternary_adamw_", params, states, grad, scalars(step, lr=1.0))
+        exponents = torch.linspace(19, -44, 163, dtype=torch.float64)[None, :] * (torch.arange(6)[:, None] / 5)
+        grad = (randn(*shape, seed=step) * 10.0**exponents).clamp(-1.7e19, 1.7e19).float()
+        twins.step(grad, scalars(step, lr=1.0))
 
 
 @case("rows and columns without gradient")
 def zeros():
     shape = (4, 170)
-    params, states = [randn(*shape, seed=1) for _ in range(2)], [ternary_state(shape) for _ in range(2)]
+    twins = Twins("ternary", randn(*shape, seed=1))
     for step in (1, 2):
         grad = randn(*shape, seed=step)
         grad[2], grad[:, 165:], grad[:, 7] = 0, 0, 0
-        compare("ternary_adamw_", params, states, grad, scalars(step, weight_decay=0.0))
-    assert torch.equal(params[1][2], randn(*shape, seed=1)[2]), "a row without gradient moved"
-    compare("ternary_adamw_", params, states, torch.zeros(shape), scalars(3))
+        twins.step(grad, scalars(step, weight_decay=0.0))
+    assert same_bits(twins.params[1][2], randn(*shape, seed=1)[2]), "a row without gradient moved"
+    twins.step(torch.zeros(shape), scalars(3))
 
 
 @case("NaN, infinite and too large gradients: ternary", "ternary", (70, 163))
@@ -171,54 +188,54 @@ def zeros():
 @case("NaN, infinite and too large gradients: vector", "dense", (1100, 1))
 def not_finite(kind, shape):
     """Wherever it stands, one bad element leaves weights and state as they are; the largest good one does not."""
-    make = ternary_state if kind == "ternary" else dense_state
-    step_of = f"{kind}_adamw_"
-    params, states = [randn(*shape, seed=1) for _ in range(2)], [make(shape) for _ in range(2)]
-    before = {key: buffer.clone() for key, buffer in states[1].items()}
+    twins = Twins(kind, randn(*shape, seed=1))
+    before = {key: buffer.clone() for key, buffer in twins.states[1].items()}
     for where, value in ((0, float("nan")), (-1, float("inf")), (shape[1], -float("inf")), (-2, 2e19)):
         grad = randn(*shape, seed=2)
         grad.view(-1)[where] = value
-        compare(step_of, params, states, grad, scalars(1))
-        assert same_bits(params[1], randn(*shape, seed=1)), "weights were written"
-        assert all(same_bits(states[1][key], before[key]) for key in before), "state was written"
+        twins.step(grad, scalars(1))
+        assert same_bits(twins.params[1], randn(*shape, seed=1)), "weights were written"
+        assert all(same_bits(twins.states[1][key], before[key]) for key in before), "state was written"
     if kind == "dense":
         grad = randn(*shape, seed=2)
         grad[-1, -1] = 1.75e19
-        compare(step_of, params, states, grad, scalars(1))
+        twins.step(grad, scalars(1))
 
 
-case("dense: bf16 vector over two tiles", (1100, 1), BF16, None, 2, lambda t: t, "dense")(follow)
-case("dense: fp32 matrix over tiles", (9, 300), F32, None, 2, lambda t: t, "dense")(follow)
-case("dense: fp16 scalar", (1, 1), F16, None, 2, lambda t: t, "dense")(follow)
+case("dense: bf16 vector over two tiles", (1100, 1), BF16, None, 2, as_is, "dense")(follow)
+case("dense: fp32 matrix over tiles", (9, 300), F32, None, 2, as_is, "dense")(follow)
+case("dense: fp16 scalar", (1, 1), F16, None, 2, as_is, "dense")(follow)
 case("dense: transposed bf16 weights, fp32 gradients", (40, 3), BF16, F32, 2, lambda t: t.t(), "dense")(follow)
 
 
 @case("the answer goes where it is wanted")
 def answer():
-    answers = torch.ones(3, dtype=torch.bool)
+    answers = torch.ones(3, dtype=torch.bool, device=DEVICE)
     for slot, value in ((0, 0.5), (1, float("nan"))):
+        twins = Twins("ternary", randn(2, 9))
+        grad = torch.full((2, 9), value, device=DEVICE)
         given = answers[slot]
-        got = kernel.ternary_adamw_(randn(2, 9), torch.full((2, 9), value), ternary_state((2, 9)), scalars(1), given)
-        assert got is given
+        assert kernel.ternary_adamw_(twins.params[1], grad, twins.states[1], scalars(1), given) is given
     assert answers.tolist() == [True, False, True]
 
 
 @case("empty parameters")
 def empty():
     for shape in ((0, 5), (5, 0)):
-        nothing = torch.empty(shape)
-        assert bool(kernel.ternary_adamw_(nothing, nothing, ternary_state(shape), scalars(1)))
-        assert bool(kernel.dense_adamw_(nothing, nothing, dense_state(shape), scalars(1)))
+        for kind in ("ternary", "dense"):
+            nothing = Twins(kind, torch.zeros(shape))
+            grad = torch.zeros(shape, device=DEVICE)
+            assert bool(getattr(kernel, f"{kind}_adamw_")(nothing.params[1], grad, nothing.states[1], scalars(1)))
 
 
 @case("what it cannot do is refused")
 def refusals():
-    w = randn(2, 9)
-    state = ternary_state((2, 9))
+    twins = Twins("ternary", randn(2, 9))
+    w, state = twins.params[1], twins.states[1]
     strided = state | {"exp_avg.codes": state["exp_avg.codes"].t().contiguous().t()}
     for arguments, word in (
         ((w.double(), w, state, scalars(1)), "torch.float64"),
-        ((w, randn(2, 8), state, scalars(1)), "one shape"),
+        ((w, w[:, :8], state, scalars(1)), "one shape"),
         ((w, w, strided, scalars(1)), "exp_avg.codes"),
     ):
         try:
@@ -230,6 +247,10 @@ def refusals():
 
 
 def main() -> None:
+    global DEVICE
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default=DEVICE)
+    DEVICE = parser.parse_args().device
     torch.set_num_threads(1)
     results = {}
     for name, check in CASES.items():
