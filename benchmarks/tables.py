@@ -38,9 +38,28 @@ def best_rate(grid: dict[float, list[dict[str, Any]]]) -> float:
     return min(grid, key=lambda lr: min((r["after"] for r in grid[lr] if r["seed"] == 0), default=float("inf")))
 
 
+def against_adamw(runs: list[dict[str, Any]], strategies: dict[str, dict[float, list[dict[str, Any]]]]) -> str:
+    """Mean and range of the difference to adamw_torch on weights of the same dtype, seed by seed: the same batches."""
+    baseline = next(
+        (s for s, g in strategies.items() if s.partition("-")[0] == "adamw_torch" and plain(s, g, runs)), None
+    )
+    if baseline is None or runs[0]["strategy"] == baseline:
+        return ""
+    theirs = {r["seed"]: r["after"] for r in strategies[baseline][best_rate(strategies[baseline])]}
+    gaps = [r["after"] - theirs[r["seed"]] for r in runs if r["seed"] in theirs]
+    return f"{statistics.mean(gaps):+.4f} ({min(gaps):+.4f} to {max(gaps):+.4f})" if gaps else ""
+
+
+def plain(strategy: str, grid: dict[float, list[dict[str, Any]]], runs: list[dict[str, Any]]) -> bool:
+    """Whether a strategy has the dtype of `runs` and no other difference from its defaults in its name."""
+    dtype = next(iter(grid.values()))[0]["dtype"]
+    return dtype == runs[0]["dtype"] and strategy.count("-") == (dtype != "float32")
+
+
 def summary(results: list[dict[str, Any]]) -> list[dict[str, str]]:
     cells = []
-    for strategy, grid in by_strategy(results).items():
+    strategies = by_strategy(results)
+    for strategy, grid in strategies.items():
         lr = best_rate(grid)
         runs = grid[lr]
         after = [r["after"] for r in runs]
@@ -54,6 +73,7 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, str]]:
                 "before": f"{runs[0]['before']:.4f}",
                 "after, mean": f"{statistics.mean(after):.4f}",
                 "spread": spread,
+                "against adamw_torch, same batches": against_adamw(runs, strategies),
                 "state": f"{runs[0]['state_bytes'] / 1e6:,.1f} MB",
                 "bits a parameter": f"{runs[0]['bits_per_parameter']:.2f}",
                 "seconds a step": f"{statistics.median(r['step_seconds'] for r in runs):.2f}",
@@ -76,13 +96,12 @@ def plot(task: str, results: list[dict[str, Any]], path: pathlib.Path) -> None:
         after = [r["after"] for r in runs]
         mean = statistics.mean(after)
         error = [[mean - min(after)], [max(after) - mean]]
-        point = axes.errorbar(runs[0]["bits_per_parameter"], mean, yerror=error, fmt="o", capsize=4)
-        x = runs[0]["bits_per_parameter"]
-        axes.annotate(
-            strategy, (x, mean), xytext=(7, 5), textcoords="offset points", fontsize=9, color=point[0].get_color()
-        )
+        axes.errorbar(runs[0]["bits_per_parameter"], mean, yerr=error, fmt="o", capsize=4, label=strategy)
     axes.set(xscale="log", xlabel="optimizer state, bits a parameter", ylabel=f"{results[0]['figure']} after training")
-    axes.set_xlim(right=axes.get_xlim()[1] * 2)
+    ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if axes.get_xlim()[0] <= t <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.set_title(f"{task}: mean and range of the seeds at each strategy's best rate", loc="left", fontsize=10)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

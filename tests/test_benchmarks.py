@@ -101,6 +101,16 @@ def test_the_table_takes_the_best_rate_at_seed_0_and_all_its_seeds():
     assert (row["best rate"], row["seeds"], row["after, mean"], row["spread"]) == ("0.0001", "2", "3.2500", "0.1000")
 
 
+def test_a_strategy_is_compared_with_adamw_of_its_dtype_seed_by_seed():
+    runs = [result("adamw_torch", seed=s, after=a) for s, a in enumerate((3.2, 3.3))]
+    runs += [result("adamw_torch-bf16", after=9.0, dtype="bfloat16"), result("adamw_torch-beta1=0.8", after=3.1)]
+    runs += [result("taco_adamw", seed=s, after=a) for s, a in enumerate((3.21, 3.29, 5.0))]
+    cells = {row["strategy"]: row["against adamw_torch, same batches"] for row in tables.summary(runs)}
+    assert cells["taco_adamw"] == "+0.0000 (-0.0100 to +0.0100)"
+    assert cells["adamw_torch-beta1=0.8"].startswith("-0.1000")
+    assert cells["adamw_torch"] == cells["adamw_torch-bf16"] == ""
+
+
 def test_the_readme_block_is_replaced_and_nothing_else():
     text = "a\n<!-- demo: begin (generated) -->\nold\n<!-- demo: end -->\nb\n"
     assert tables.replace_block(text, "demo", "new") == text.replace("old", "new")
@@ -116,6 +126,17 @@ def test_the_demo_ends_with_a_table_and_a_plot(tmp_path):
     assert re.search(r"\| taco_adamw .* 0\.4 MB .* 3\.30 .* 2\.00 .* 5\.0% \|", text)
     demo.plot(results, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_quality_page_has_a_row_a_strategy_and_leaves_shortened_runs_out(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
+    monkeypatch.setattr(tables, "QUALITY", tmp_path)
+    runs = [result("taco_adamw"), result("adamw_torch", bits_per_parameter=64.0), result("taco_adamw-steps=3", 2e-4)]
+    for number, run in enumerate(runs):
+        common.write_json(tmp_path / "sotu-lm" / f"{number}.json", run)
+    page = tables.quality_page()
+    assert re.findall(r"^\| ([\w=-]+) +\| ", page, re.MULTILINE) == ["strategy", "adamw_torch", "taco_adamw"]
+    assert (tmp_path / "sotu-lm.png").read_bytes().startswith(b"\x89PNG")
 
 
 @needs_assets
