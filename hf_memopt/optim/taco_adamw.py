@@ -164,6 +164,7 @@ class TacoAdamW(CodecOptimizer):
             applied = backend.dense_adamw_(weight, grad, buffers, scalars)
         if contiguous_copy:
             p.copy_(weight.view(p.shape))
+        torch.autograd.graph.increment_version(p)  # kernels that write through pointers do not
         self._count(state, applied)
 
     def _count(self, state: dict, applied: bool | Tensor) -> None:
