@@ -206,10 +206,10 @@ typedef struct Job {
     int64_t chunk_rows, chunks;   /* pass 1 */
     int64_t rows_at_once;         /* pass 2 and the dense step */
     int flat;                     /* dense step: a vector is seen as one row */
-    double *col_sums;             /* (chunks, cols) */
+    double *col_sums;             /* (chunks, cols); in the end the first chunk has the sums of all */
     double *row_sums;             /* (rows,) */
-    float *row, *col;             /* the new factors */
-    float *a_inv, *c, *c_inv;     /* a_inv (rows,), c and c_inv padded */
+    float *a_inv, *c_inv;         /* (rows,), (cols,) padded */
+    _Alignas(LINE) float last_c[SEGMENT]; /* the stored column factors of a row's last segment, padded: t->col is not */
     float mean;                   /* of the stored row factors */
     float least_c, greatest_c;    /* least nonzero, greatest */
     void (*work)(struct Job *, int thread);
@@ -281,6 +281,9 @@ static void run(Job *job) {
 
 #define ROWS_AT_ONCE 4
 #define STRIP 512 /* columns */
+#define MAX_CHUNKS 32
+#define MIN_CHUNK_ROWS 64
+#define MAX_COLUMN_SUMS (4 << 20)
 
 /* Adds the squares of `rows` rows to the column sums and to SUM_LANES partial sums a row. */
 INLINE void add_squares(const float *const *row, int rows, int width, double *restrict col, Doubles *lanes) {
@@ -374,40 +377,49 @@ static void sum_chunks(Job *job) {
     }
 }
 
-static float mean_of(const float *x, int64_t n) {
-    Doubles lanes = {0};
-    for (int64_t i = 0; i < n; i++) lanes[i % SUM_LANES] += x[i];
-    return (float)(sum_lanes(lanes) / (double)n);
+INLINE float new_row(const Job *job, int64_t i) {
+    float mean = (float)(job->row_sums[i] / (double)job->t->cols) + TINY;
+    return (job->s->beta2 * job->t->row[i]) + (job->s->one_minus_beta2 * mean);
 }
 
-/* The new factors from the sums, and what pass 2 needs of old and new ones. */
+INLINE float new_col(const Job *job, int64_t j) {
+    float mean = (float)(job->col_sums[j] / (double)job->t->rows) + TINY;
+    return (job->s->beta2 * job->t->col[j]) + (job->s->one_minus_beta2 * mean);
+}
+
+/* What pass 2 needs of the old and the new factors. The new ones are not kept: `store_factors` computes them again. */
 static void factors(Job *job) {
     const Tensors *t = job->t;
-    const StepScalars *s = job->s;
-    double *col_sum = job->col_sums;
     for (int64_t chunk = 1; chunk < job->chunks; chunk++) {
         const double *part = job->col_sums + chunk * t->cols;
-        for (int64_t j = 0; j < t->cols; j++) col_sum[j] += part[j];
+        for (int64_t j = 0; j < t->cols; j++) job->col_sums[j] += part[j];
     }
     uint32_t least = bits_of(1.0f), greatest = 0; /* of the factors' bits, ordered as the factors: they are not negative */
     for (int64_t j = 0; j < t->cols; j++) {
-        float mean = (float)(col_sum[j] / (double)t->rows) + TINY;
-        job->col[j] = (s->beta2 * t->col[j]) + (s->one_minus_beta2 * mean);
-        job->c_inv[j] = 1.0f / job->col[j];
-        job->c[j] = t->col[j];
+        job->c_inv[j] = 1.0f / new_col(job, j);
         uint32_t b = bits_of(t->col[j]), nonzero = b ? b : least;
         least = nonzero < least ? nonzero : least;
         greatest = b > greatest ? b : greatest;
     }
     job->least_c = float_of(least);
     job->greatest_c = float_of(greatest);
+    const int64_t last = (t->cols - 1) / SEGMENT * SEGMENT;
+    memcpy(job->last_c, t->col + last, (size_t)(t->cols - last) * sizeof(float));
+
+    Doubles old_sum = {0}, new_sum = {0};
     for (int64_t i = 0; i < t->rows; i++) {
-        float mean = (float)(job->row_sums[i] / (double)t->cols) + TINY;
-        job->row[i] = (s->beta2 * t->row[i]) + (s->one_minus_beta2 * mean);
+        old_sum[i % SUM_LANES] += t->row[i];
+        new_sum[i % SUM_LANES] += new_row(job, i);
     }
-    job->mean = mean_of(t->row, t->rows);
-    float new_mean = mean_of(job->row, t->rows);
-    for (int64_t i = 0; i < t->rows; i++) job->a_inv[i] = new_mean / job->row[i];
+    job->mean = (float)(sum_lanes(old_sum) / (double)t->rows);
+    const float new_mean = (float)(sum_lanes(new_sum) / (double)t->rows);
+    for (int64_t i = 0; i < t->rows; i++) job->a_inv[i] = new_mean / new_row(job, i);
+}
+
+static void store_factors(const Job *job) {
+    const Tensors *t = job->t;
+    for (int64_t j = 0; j < t->cols; j++) t->col[j] = new_col(job, j);
+    for (int64_t i = 0; i < t->rows; i++) t->row[i] = new_row(job, i);
 }
 
 /* ---- pass 2 ------------------------------------------------------------------------------------------------------------------------------- */
@@ -442,7 +454,7 @@ INLINE void place(Segment *x, const Job *job, const Row *row, Copies *copies, in
     x->plain = row->plain;
     x->a = row->a;
     x->a_inv = row->a_inv;
-    x->c = job->c + j;
+    x->c = left <= SEGMENT ? job->last_c : t->col + j;
     x->c_inv = job->c_inv + j;
     x->key = row->key + (uint32_t)j;
     x->m_codes = row->m_codes + block * PLANE;
@@ -515,40 +527,42 @@ static void ternary_work(Job *job, int thread) {
     memset(&copies, 0, sizeof copies);
     for (;;) {
         int64_t from = atomic_fetch_add(&job->next_rows, job->rows_at_once), to = from + job->rows_at_once;
-        if (from >= job->t->rows) return;
+        if (from >= job->t->rows) break;
         update_rows(job, pair, &copies, from, to < job->t->rows ? to : job->t->rows);
     }
+    wait_for_all(&job->barrier); /* all have read the old factors */
+    if (thread == 0) store_factors(job);
 }
 
 /* ---- entry points ------------------------------------------------------------------------------------------------------------------------- */
 
 static int64_t at_least_one(int64_t x) { return x < 1 ? 1 : x; }
 
-/* One ternary step. DONE, NOT_FINITE (nothing was written) or NO_MEMORY (nothing was written). Scratch memory: 12 bytes a row, 12 bytes a column and at most
- * 256 bytes a column for the sums of up to 32 chunks of rows. */
+/* Rows a chunk of pass 1: enough chunks for many threads, few enough for their column sums to stay small. Depends on the shape alone. */
+static int64_t rows_of_chunk(int64_t rows, int64_t cols) {
+    int64_t most = at_least_one(MAX_COLUMN_SUMS / cols), chunk;
+    most = most < MAX_CHUNKS ? most : MAX_CHUNKS;
+    chunk = (rows + most - 1) / most;
+    return chunk < MIN_CHUNK_ROWS ? MIN_CHUNK_ROWS : chunk;
+}
+
+/* One ternary step. DONE, NOT_FINITE (nothing was written) or NO_MEMORY (nothing was written). Scratch memory: 12 bytes a row, 12 bytes a column, and the
+ * column sums of further chunks of rows, at most 32 MB. */
 int hf_memopt_ternary_adamw(const Tensors *t, const StepScalars *s, int threads) {
     if (t->rows == 0 || t->cols == 0) return DONE;
     Job job = {.t = t, .s = s, .threads = threads, .work = ternary_work};
-    job.chunk_rows = (t->rows + 31) / 32;
-    job.chunk_rows = (job.chunk_rows < 64 ? 64 : job.chunk_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+    job.chunk_rows = rows_of_chunk(t->rows, t->cols);
     job.chunks = (t->rows + job.chunk_rows - 1) / job.chunk_rows;
     job.rows_at_once = at_least_one(16384 / t->cols);
     size_t rows = (size_t)t->rows, cols = (size_t)t->cols, padded = (cols + LANES) / LANES * LANES;
-    size_t sums = sizeof(double) * ((size_t)job.chunks * cols + rows), floats = sizeof(float) * (2 * padded + cols + 2 * rows);
-    char *memory = calloc(1, LINE + floats + sums), *aligned = memory + (LINE - (uintptr_t)memory % LINE);
+    size_t sums = sizeof(double) * ((size_t)job.chunks * cols + rows), inverses = sizeof(float) * (padded + rows);
+    char *memory = calloc(1, LINE + inverses + sums), *aligned = memory + (LINE - (uintptr_t)memory % LINE);
     if (!memory) return NO_MEMORY;
-    job.c = (float *)(void *)aligned; /* vectors are read faster where they do not straddle two lines */
-    job.c_inv = job.c + padded;
+    job.c_inv = (float *)(void *)aligned; /* vectors are read faster where they do not straddle two lines */
     job.col_sums = (double *)(void *)(job.c_inv + padded);
     job.row_sums = job.col_sums + (size_t)job.chunks * cols;
-    job.row = (float *)(void *)(job.row_sums + rows);
-    job.a_inv = job.row + rows;
-    job.col = job.a_inv + rows;
+    job.a_inv = (float *)(void *)(job.row_sums + rows);
     run(&job);
-    if (!job.not_finite) {
-        memcpy(t->row, job.row, rows * sizeof(float));
-        memcpy(t->col, job.col, cols * sizeof(float));
-    }
     free(memory);
     return job.not_finite ? NOT_FINITE : DONE;
 }
