@@ -1,12 +1,14 @@
 """Building the CPU kernel with the system's compiler, and keeping it in the user's own cache.
 
-Executing a file from a cache folder means trusting whoever could have written it. So a library is loaded only when its folder, the folder above it that
-belongs to the package, and the file itself are owned by this user, are no symbolic links and are writable by nobody else. Otherwise, and where the folder
-cannot be written, the library is built into a fresh private folder for this process, and one line of the log says so.
+Executing a file from a cache folder means trusting whoever could have written it. So a library is loaded only when
+its folder, the folder above it that belongs to the package, and the file itself are owned by this user, are no
+symbolic links and are writable by nobody else. Otherwise, and where the folder cannot be written, the library is
+built into a fresh private folder for this process, and one line of the log says so.
 
-A library's name holds two hashes: one of everything that decides its content (sources, compiler and its version, flags, processor), one of the content
-itself. Hence a truncated file is recognised before it is loaded (loading it could kill the process) and built again; and processes that build at the same
-time do not disturb each other, since each writes under a name of its own and then renames.
+A library's name holds two hashes: one of everything that decides its content (sources, compiler and its version,
+flags, processor), one of the content itself. Hence a truncated file is recognised before it is loaded (loading it
+could kill the process) and built again; and processes that build at the same time do not disturb each other, since
+each writes under a name of its own and then renames.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def find_compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """The folder for built libraries, created if need be; ``HF_MEMOPT_CACHE``, else ``hf_memopt`` in the user's cache folder.
+    """The folder for built libraries, created if need be; ``HF_MEMOPT_CACHE``, else ``hf_memopt`` in the user's cache
+    folder.
 
     Raises:
         OSError: it cannot be created or written, or others could write it.
@@ -112,7 +115,8 @@ def cache_folder() -> Path:
 
 
 def _is_private(path: Path, right_kind) -> bool:
-    """Whether ``path`` itself (not what a link points to) is of the right kind, this user's, and writable by nobody else."""
+    """Whether ``path`` itself (not what a link points to) is of the right kind, this user's, and writable by nobody
+    else."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -161,7 +165,17 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+    wanted = (
+        "vendor_id",
+        "cpu family",
+        "model",
+        "model name",
+        "stepping",
+        "flags",
+        "Features",
+        "CPU implementer",
+        "CPU part",
+    )
     return "\n".join(line for line in lines if line.partition(":")[0].strip() in wanted)
 
 
@@ -205,7 +219,9 @@ def _first_line(text: str) -> str:
 
 def _load_privately(compiler: list[str], key: str, why: str) -> ctypes.CDLL:
     _logger.warning("The CPU kernel is built for this process alone, since the cache cannot be used: %s.", why)
-    with tempfile.TemporaryDirectory(prefix="hf_memopt-") as folder:  # mode 0700; a loaded library needs its file no longer
+    with tempfile.TemporaryDirectory(
+        prefix="hf_memopt-"
+    ) as folder:  # mode 0700; a loaded library needs its file no longer
         return _open(_build(compiler, key, Path(folder)))
 
 

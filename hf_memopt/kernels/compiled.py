@@ -1,7 +1,9 @@
-"""The updates in C (``ternary_adamw.c``): one pass over weights, gradient and codes, threads over rows, the numbers of ``reference.py`` bit for bit.
+"""The updates in C (``ternary_adamw.c``): one pass over weights, gradient and codes, threads over rows, the numbers
+of ``reference.py`` bit for bit.
 
-The library is built at first use (``build.py``) and called on data pointers. Since pointers know neither shapes nor types, everything is checked here before
-a call. What the C code does not take (columns that are not adjacent, a float64 gradient) the reference does instead, with the same numbers.
+The library is built at first use (``build.py``) and called on data pointers. Since pointers know neither shapes nor
+types, everything is checked here before a call. What the C code does not take (columns that are not adjacent, a
+float64 gradient) the reference does instead, with the same numbers.
 """
 
 from __future__ import annotations
@@ -154,7 +156,12 @@ def _takes(param: Tensor, grad: Tensor) -> bool:
 
 
 def _check(name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(buffer.shape) != shape or buffer.dtype != dtype or not buffer.is_contiguous() or buffer.device.type != "cpu":
+    if (
+        tuple(buffer.shape) != shape
+        or buffer.dtype != dtype
+        or not buffer.is_contiguous()
+        or buffer.device.type != "cpu"
+    ):
         raise ValueError(
             f"The state {name} is {buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device.type}, "
             f"not contiguous {dtype} of shape {shape} on cpu."
@@ -179,5 +186,7 @@ def _run(function, tensors: _Tensors, scalars: StepScalars) -> bool:
     in_c = _Scalars(*[getattr(scalars, name) for name in _SCALARS])
     result = function(ctypes.byref(tensors), ctypes.byref(in_c), threads)
     if result == _NO_MEMORY:
-        raise MemoryError(f"No memory for the row and column sums of a parameter of shape ({tensors.rows}, {tensors.cols}).")
+        raise MemoryError(
+            f"No memory for the row and column sums of a parameter of shape ({tensors.rows}, {tensors.cols})."
+        )
     return bool(result)

@@ -1,7 +1,8 @@
-"""The C kernel gives the bits of the reference: weights and every state buffer, whatever the shape, dtype, layout and number of threads.
+"""The C kernel gives the bits of the reference: weights and every state buffer, whatever the shape, dtype, layout and
+number of threads.
 
-Everything runs on the stages that the machine's compiler chooses and on the portable ones (elsewhere the same, here perhaps AVX-512), so both are tested
-wherever there is one.
+Everything runs on the stages that the machine's compiler chooses and on the portable ones (elsewhere the same, here
+perhaps AVX-512), so both are tested wherever there is one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tests.cases import dtype_cases, randn, shape_cases, uneven_gradient
 from tests.conftest import require_kernel
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-# Tails that fill their planes, that leave the last plane partly or wholly empty, and rows of more than one segment of four blocks.
+# Tails that fill their planes, that leave the last plane partly or wholly empty, and rows of more than one segment of
+# four blocks.
 MORE_SHAPES = [(5, k) for k in (1, 4, 5, 6, 16, 20, 96, 155, 156, 176, 640, 641, 799, 1300)]
 
 
@@ -56,7 +58,7 @@ def threads(request, monkeypatch):
     torch.set_num_threads(request.param)
 
 
-# -- the bits of the reference ----------------------------------------------------------------------------------------------------
+# -- the bits of the reference -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(**dtype_cases())
@@ -119,7 +121,8 @@ def test_sizes_of_the_gradient(scale):
 
 
 def test_every_code_byte():
-    """Any of the 256 bytes decodes as README.md says, also the thirteen that are never written, in full blocks and narrow ones."""
+    """Any of the 256 bytes decodes as README.md says, also the thirteen that are never written, in full blocks and
+    narrow ones."""
     k = 8 * 160 + 40
     state = ternary_state((2, k))
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -134,18 +137,23 @@ def test_every_code_byte():
 
 @pytest.mark.parametrize("row", [0.0, 1e-45, 1e-38, 1e-30, 1.0, 1e30, 3e38])
 def test_factors_at_the_ends_of_the_range(row):
-    """Subnormal and overflowing products of the second moment's factors come out as the reference's, NaN where it has NaN."""
+    """Subnormal and overflowing products of the second moment's factors come out as the reference's, NaN where it has
+    NaN."""
     state = ternary_state((6, 330))
     state["exp_avg_sq.codes"].copy_(torch.randint(0, 256, state["exp_avg_sq.codes"].shape))
     state["exp_avg_sq.row"].copy_(torch.tensor([row, 1e-6, row, 1e-3, 1e-6, 1e-6]))
-    state["exp_avg_sq.col"].copy_(torch.tensor([0.0, 1e-45, 1e-39, 1e-30, 1e-6, 1e10, 1e30, 3e38, 1e-20, 1.0, 1e-7]).repeat(30))
+    state["exp_avg_sq.col"].copy_(
+        torch.tensor([0.0, 1e-45, 1e-39, 1e-30, 1e-6, 1e10, 1e30, 3e38, 1e-20, 1.0, 1e-7]).repeat(30)
+    )
     run_both("ternary_adamw_", randn(6, 330), gradients((6, 330), 3), state=state, first_step=5)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 def test_weights_at_the_ends_of_the_range(dtype):
     limits = torch.finfo(dtype)
-    w = torch.tensor([0.0, -0.0, limits.tiny, limits.smallest_normal / 2, limits.max, -limits.max, 1.0, 65504.0, 1e-7, float("inf")])
+    w = torch.tensor(
+        [0.0, -0.0, limits.tiny, limits.smallest_normal / 2, limits.max, -limits.max, 1.0, 65504.0, 1e-7, float("inf")]
+    )
     w = w.repeat(3, 40).to(dtype)
     for settings in ({}, {"stochastic": False}, {"lr": 10.0, "weight_decay": 0.0}, {"lr": 1e-8}):
         run_both("ternary_adamw_", w, gradients(w.shape, 3, dtype), **settings)
@@ -164,7 +172,7 @@ def test_flush_to_zero_of_the_caller_does_not_matter():
     assert_same(expected, given)
 
 
-# -- layouts ----------------------------------------------------------------------------------------------------------------------
+# -- layouts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step_of", ["ternary_adamw_", "dense_adamw_"])
@@ -196,7 +204,7 @@ def test_nothing_to_do(shape):
     assert compiled.dense_adamw_(torch.zeros(shape), torch.zeros(shape), dense_state(shape), scalars(1))
 
 
-# -- gradients that are not finite ---------------------------------------------------------------------------------------------------
+# -- gradients that are not finite ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step_of", ["ternary_adamw_", "dense_adamw_"])
@@ -232,7 +240,7 @@ def test_the_largest_gradient_is_still_taken():
     assert not reference.ternary_adamw_(randn(3, 200), g, ternary_state((3, 200)), scalars(1))
 
 
-# -- threads and processes -----------------------------------------------------------------------------------------------------------
+# -- threads and processes -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(300, 500), (3, 5000), (2000, 33), (4100, 1), (1, 1)])
@@ -247,7 +255,9 @@ def test_calls_from_several_python_threads(threads):
     expected = apply_all(reference, "ternary_adamw_", randn(*shape), gradients(shape, 3))
     results = []
     callers = [
-        threading.Thread(target=lambda: results.append(apply_all(compiled, "ternary_adamw_", randn(*shape), gradients(shape, 3))))
+        threading.Thread(
+            target=lambda: results.append(apply_all(compiled, "ternary_adamw_", randn(*shape), gradients(shape, 3)))
+        )
         for _ in range(4)
     ]
     for caller in callers:
@@ -261,7 +271,8 @@ def test_calls_from_several_python_threads(threads):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child(threads):
-    """Data loaders fork after the optimizer has run; nothing of the kernel may wait for a thread that the child does not have."""
+    """Data loaders fork after the optimizer has run; nothing of the kernel may wait for a thread that the child does
+    not have."""
     w, g, state = randn(100, 333), uneven_gradient(100, 333), ternary_state((100, 333))
     compiled.ternary_adamw_(w, g, state, scalars(1))
     child = os.fork()
@@ -271,7 +282,7 @@ def test_a_forked_child(threads):
     assert os.waitpid(child, 0)[1] == 0
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------
 
 
 def test_state_that_does_not_fit_is_refused():
@@ -282,12 +293,14 @@ def test_state_that_does_not_fit_is_refused():
             with pytest.raises(ValueError, match=name):
                 compiled.ternary_adamw_(randn(4, 200), randn(4, 200), state, scalars(1))
     with pytest.raises(ValueError, match="exp_avg_sq"):
-        compiled.dense_adamw_(randn(4, 20), randn(4, 20), {"exp_avg": torch.zeros(4, 20), "exp_avg_sq": torch.zeros(80)}, scalars(1))
+        compiled.dense_adamw_(
+            randn(4, 20), randn(4, 20), {"exp_avg": torch.zeros(4, 20), "exp_avg_sq": torch.zeros(80)}, scalars(1)
+        )
     with pytest.raises(ValueError, match="shape"):
         compiled.ternary_adamw_(randn(4, 200), randn(4, 201), ternary_state((4, 200)), scalars(1))
 
 
-# -- helpers ------------------------------------------------------------------------------------------------------------------------------
+# -- helpers -------------------------------------------------------------------------------------
 
 
 def scalars(step: int, **settings) -> StepScalars:
@@ -327,7 +340,8 @@ def apply_all(kernel, step_of: str, weights: Tensor, grads: list[Tensor], state=
 
 def run_both(step_of: str, weights: Tensor, grads: list[Tensor], **settings) -> None:
     assert_same(
-        apply_all(reference, step_of, weights, grads, **settings), apply_all(compiled, step_of, weights, grads, **settings)
+        apply_all(reference, step_of, weights, grads, **settings),
+        apply_all(compiled, step_of, weights, grads, **settings),
     )
 
 
