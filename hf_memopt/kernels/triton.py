@@ -34,6 +34,9 @@ from .scalars import StepScalars
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 """Compile options of every kernel: no contraction of a product and a sum into one rounding."""
 
+TAIL_LAUNCH = LAUNCH | {"maxnreg": 255}
+"""Left alone, the assembler aims at a number of warps and for that spills registers of some variants of the tail."""
+
 SUM_TILE = (8, 256)
 """Rows and columns that ``squared_sums`` reads at once."""
 
@@ -136,7 +139,7 @@ def ternary_adamw_(
     """
     from . import triton_kernels as kernels
 
-    n, k = _check(param, grad, state)
+    n, k = _check(param, grad, state, ternary=True)
     applied = _answer(applied, param.device)
     if n == 0 or k == 0:
         return applied
@@ -155,9 +158,9 @@ def ternary_adamw_(
             sums, row, col, means, old_row, old_col, col_inv, applied, n, k, plan.col_tiles, plan.row_tiles,
             plan.parts, plan.rows_per_part, s.beta2, s.one_minus_beta2, BLOCK=FACTOR_BLOCK, **LAUNCH,
         )  # fmt: skip
-        for tail, blocks, width, rows in (
-            (False, k // trits.BLOCK, trits.BLOCK, UPDATE_ROWS),
-            (True, 1, k % trits.BLOCK, TAIL_ROWS),
+        for tail, blocks, width, rows, options in (
+            (False, k // trits.BLOCK, trits.BLOCK, UPDATE_ROWS, LAUNCH),
+            (True, 1, k % trits.BLOCK, TAIL_ROWS, TAIL_LAUNCH),
         ):
             if not blocks or not width:
                 continue
@@ -166,7 +169,7 @@ def ternary_adamw_(
                 scale, scale.stride(0), row, old_row, old_col, col_inv, means, applied,
                 n, k, plan.parts, _signed(s.key), int(s.first), 0.7 / width, s.beta1, s.one_minus_beta1,
                 s.beta2, s.one_minus_beta2, s.inv_bias1, s.inv_bias2, s.carry, s.decay, s.lr, s.eps,
-                ROWS=rows, TAIL=tail, STOCHASTIC=s.stochastic, MAXIMIZE=s.maximize, **LAUNCH,
+                ROWS=rows, TAIL=tail, STOCHASTIC=_rounds(param, s), MAXIMIZE=s.maximize, **options,
             )  # fmt: skip
     return applied
 
@@ -180,7 +183,7 @@ def dense_adamw_(
     """
     from . import triton_kernels as kernels
 
-    n, k = _check(param, grad, state)
+    n, k = _check(param, grad, state, ternary=False)
     applied = _answer(applied, param.device)
     if n == 0 or k == 0:
         return applied
@@ -195,7 +198,7 @@ def dense_adamw_(
             param, *param.stride(), grad, *grad.stride(), state["exp_avg"], state["exp_avg_sq"], k, applied,
             n, k, col_tiles, _signed(s.key), s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2,
             s.inv_bias1, s.inv_bias2, s.decay, s.lr, s.eps,
-            ROWS=rows, COLS=cols, STOCHASTIC=s.stochastic, MAXIMIZE=s.maximize, **LAUNCH,
+            ROWS=rows, COLS=cols, STOCHASTIC=_rounds(param, s), MAXIMIZE=s.maximize, **LAUNCH,
         )  # fmt: skip
     return applied
 
@@ -222,7 +225,8 @@ def bytes_moved(n: int, k: int, param_dtype: torch.dtype, grad_dtype: torch.dtyp
     return parts | {"total": sum(parts.values()), "floor": floor}
 
 
-def _check(param: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[int, int]:
+def _check(param: Tensor, grad: Tensor, state: dict[str, Tensor], ternary: bool) -> tuple[int, int]:
+    """(n, k), once everything has the layout that the kernels take for granted: a wrong one would write elsewhere."""
     if param.dtype not in _DTYPES or grad.dtype not in _DTYPES:
         raise ValueError(
             f"kernel=triton works on fp32, bf16 and fp16, not on {param.dtype} weights with {grad.dtype} gradients: "
@@ -234,14 +238,39 @@ def _check(param: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[int, 
         raise ValueError(
             f"kernel=triton counts rows and columns in 32 bits, too few for {tuple(param.shape)}: set kernel=reference."
         )
-    for key, buffer in state.items():
-        if isinstance(buffer, Tensor) and buffer.dim() and not buffer.is_contiguous():
+    n, k = param.shape
+    if ternary:
+        codes = (n, trits.row_bytes(k)), torch.uint8
+        expected = {
+            "exp_avg.codes": codes,
+            "exp_avg.scale": ((n, trits.block_count(k)), torch.bfloat16),
+            "exp_avg_sq.codes": codes,
+            "exp_avg_sq.row": ((n,), torch.float32),
+            "exp_avg_sq.col": ((k,), torch.float32),
+        }
+    else:
+        expected = dict.fromkeys(("exp_avg", "exp_avg_sq"), ((n, k), torch.float32))
+    for key, (shape, dtype) in expected.items():
+        buffer = state[key]
+        if buffer.shape != shape or buffer.dtype != dtype or buffer.device != param.device:
+            raise ValueError(
+                f"{key} is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}; "
+                f"a weight of {(n, k)} on {param.device} needs {shape} {dtype}."
+            )
+        if not buffer.is_contiguous():
             raise ValueError(f"kernel=triton needs contiguous state, but {key} has strides {buffer.stride()}.")
-    return param.shape[0], param.shape[1]
+    if grad.device != param.device:
+        raise ValueError(f"The gradient is on {grad.device}, the weight on {param.device}.")
+    return n, k
 
 
 def _answer(applied: Tensor | None, device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.bool, device=device) if applied is None else applied
+
+
+def _rounds(param: Tensor, s: StepScalars) -> bool:
+    """Whether the write-back draws random numbers; fp32 weights never do, and need no second compiled variant."""
+    return s.stochastic and param.dtype != torch.float32
 
 
 def _on(device: torch.device):

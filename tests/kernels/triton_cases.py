@@ -1,4 +1,4 @@
-"""The cases of `test_triton_interpreter.py`, run in a process of its own: Triton decides at import whether it interprets.
+"""The cases of `test_triton_interpreter.py`, in a process of its own: Triton decides at import whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.kernels.triton_cases      # on the CPU, by Triton's interpreter
     python -m tests.kernels.triton_cases --device cuda           # the same on a GPU
@@ -237,6 +237,8 @@ def refusals():
         ((w.double(), w, state, scalars(1)), "torch.float64"),
         ((w, w[:, :8], state, scalars(1)), "one shape"),
         ((w, w, strided, scalars(1)), "exp_avg.codes"),
+        ((w, w, ternary_state((2, 10)), scalars(1)), "exp_avg"),
+        ((w, w, state | {"exp_avg.scale": state["exp_avg.scale"].float()}, scalars(1)), "torch.bfloat16"),
     ):
         try:
             kernel.ternary_adamw_(*arguments)
@@ -246,12 +248,23 @@ def refusals():
             raise AssertionError(f"not refused: {word}")
 
 
+def spoiled(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``torch.empty`` that never returns zeros by luck: temporaries must be written before they are read."""
+
+    def make(*arguments, **settings) -> Tensor:
+        tensor = empty(*arguments, **settings)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    return make
+
+
 def main() -> None:
     global DEVICE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=DEVICE)
     DEVICE = parser.parse_args().device
     torch.set_num_threads(1)
+    torch.empty = spoiled(torch.empty)
     results = {}
     for name, check in CASES.items():
         try:
