@@ -1,7 +1,7 @@
 """Which parameter gets which treatment, and why.
 
-``decide`` is the one eligibility rule: the optimizer, the memory report and whoever predicts memory ask it, always with the parameter's *global* shape, so that
-sharding never changes a treatment.
+``decide`` is the one eligibility rule: the optimizer, the memory report and whoever predicts memory ask it, always with
+the parameter's *global* shape, so that sharding never changes a treatment.
 
 =========  ========================================  ==================================
 treatment  moments                                   which parameters
@@ -10,10 +10,11 @@ ternary    codes in {-1, 0, +1}, 3.3 bits together   matrices of at least 4096 e
 dense      fp32, 64 bits together                    vectors, small matrices, whatever the user excluded
 =========  ========================================  ==================================
 
-``build_param_groups`` adds what only the model knows: names, the Trainer's decay and no-decay sets, embeddings, and ``optim_target_modules``. That setting has
-one meaning here, the one transformers gives it elsewhere: a string is a regular expression that must match a module's whole name; a list holds parts of module names
-(any module whose name contains one of them); ``all-linear`` is every ``nn.Linear`` and GPT-2 style ``Conv1D``, the output head included. Ternary are then the matrices directly in
-matching modules; everything else keeps fp32 moments.
+``build_param_groups`` adds what only the model knows: names, the Trainer's decay and no-decay sets, embeddings, and
+``optim_target_modules``. That setting has one meaning here, the one transformers gives it elsewhere: a string is a
+regular expression that must match a module's whole name; a list holds parts of module names (any module whose name
+contains one of them); ``all-linear`` is every ``nn.Linear`` and GPT-2 style ``Conv1D``, the output head included.
+Ternary are then the matrices directly in matching modules; everything else keeps fp32 moments.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def build_param_groups(
         dense_embeddings: keep fp32 moments for embeddings and the output head.
 
     Returns:
-        Groups with ``params``, ``param_names``, ``weight_decay``, ``decays``, ``treatment`` and ``reason``. A tied parameter is in one group, once.
+        Groups with ``params``, ``param_names``, ``weight_decay``, ``decays``, ``treatment`` and ``reason``. A tied
+        parameter is in one group, once.
 
     Raises:
         ValueError: ``target_modules`` (or one entry of the list) matches no module with a trainable matrix.
@@ -112,7 +114,7 @@ def build_param_groups(
 
 
 def _embedding_parameters(model: nn.Module) -> set[int]:
-    """ids of the weights of all embeddings and of the output head (by module, not by name: tied weights have several names)."""
+    """ids of the weights of all embeddings and of the output head (not names: tied weights have several)."""
     modules = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is not None:
@@ -147,12 +149,16 @@ def _matchers(target_modules: str | Iterable[str]) -> dict:
         try:
             pattern = re.compile(target_modules)
         except re.error as error:
-            raise ValueError(f"optim_target_modules: {target_modules!r} is not a regular expression ({error}).") from None
+            raise ValueError(
+                f"optim_target_modules: {target_modules!r} is not a regular expression ({error})."
+            ) from None
         return {target_modules: lambda name, module: pattern.fullmatch(name) is not None}
     parts = list(target_modules)
     bad = [part for part in parts if not isinstance(part, str) or not part]
     if bad or not parts:
-        raise ValueError(f"optim_target_modules must be a string or a list of parts of module names, got {target_modules!r}.")
+        raise ValueError(
+            f"optim_target_modules must be a string or a list of parts of module names, got {target_modules!r}."
+        )
     return {part: (lambda name, module, part=part: part in name) for part in parts}
 
 

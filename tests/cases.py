@@ -34,7 +34,11 @@ NON_DEFAULT = {
 
 def shape_cases() -> dict:
     """For ``pytest.mark.parametrize(**shape_cases())``."""
-    return {"argnames": "shape", "argvalues": list(SHAPES.values()), "ids": ["x".join(map(str, s)) for s in SHAPES.values()]}
+    return {
+        "argnames": "shape",
+        "argvalues": list(SHAPES.values()),
+        "ids": ["x".join(map(str, s)) for s in SHAPES.values()],
+    }
 
 
 def dtype_cases() -> dict:

@@ -1,7 +1,8 @@
 """What every test starts from: one seed, one thread, and uninitialised memory that is never zero by luck.
 
-``torch.empty`` mostly returns fresh zero pages, so code that forgets to write a buffer passes its tests and fails in a long training. While a function of
-``hf_memopt`` asks for uninitialised memory, it gets NaN (floating dtypes) or a value that no code or counter has (integers).
+``torch.empty`` mostly returns fresh zero pages, so code that forgets to write a buffer passes its tests and fails in a
+long training. While a function of ``hf_memopt`` asks for uninitialised memory, it gets NaN (floating dtypes) or a value
+that no code or counter has (integers).
 """
 
 from __future__ import annotations

@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_memopt.param_groups import MIN_TERNARY_ELEMENTS, build_param_groups, decide
 from tests.cases import SHAPES
@@ -15,7 +22,13 @@ from tests.cases import SHAPES
 
 def llama(tied: bool) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
     )
     return LlamaForCausalLM(config)
 
@@ -25,7 +38,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def build(model, *, no_decay=(), **options) -> dict[str, dict]:
-    """Group of every trainable parameter by its name; each must be in exactly one, and be the parameter of that name."""
+    """Group of every trainable parameter by its name; each must be in exactly one, under its own name."""
     groups = build_param_groups(model, weight_decay=0.1, no_decay=no_decay, **options)
     by_name = {name: group for group in groups for name in group["param_names"]}
     flat = [(name, p) for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)]
@@ -40,7 +53,7 @@ def treatments(by_name: dict[str, dict]) -> dict[str, str]:
     return {name: group["treatment"] for name, group in by_name.items()}
 
 
-# -- decide ----------------------------------------------------------------------------------------------------------------------
+# -- decide --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (), (10**6,), (64, 64), (63, 65), (4096, 0), (0,)], ids=str)
@@ -57,11 +70,16 @@ def test_decide_by_choice():
     assert decide(big, embedding=True).name == "ternary"
     assert decide(big, embedding=True, dense_embeddings=True).name == "dense"
     assert decide(big, dense_embeddings=True).name == "ternary"
-    reasons = {decide(big, targeted=False).reason, decide(big, embedding=True, dense_embeddings=True).reason, decide((9,)).reason, decide((3, 3)).reason}
+    reasons = {
+        decide(big, targeted=False).reason,
+        decide(big, embedding=True, dense_embeddings=True).reason,
+        decide((9,)).reason,
+        decide((3, 3)).reason,
+    }
     assert len(reasons) == 4
 
 
-# -- decay -----------------------------------------------------------------------------------------------------------------------
+# -- decay ---------------------------------------------------------------------------------------
 
 
 def test_decay_follows_the_given_names():
@@ -81,7 +99,7 @@ def test_groups_stay_apart_when_the_decay_is_zero():
     assert {group["decays"] for group in groups if group["treatment"] == "dense"} == {True, False}
 
 
-# -- models ----------------------------------------------------------------------------------------------------------------------
+# -- models --------------------------------------------------------------------------------------
 
 
 def test_everything_by_default():
@@ -105,13 +123,28 @@ def test_dense_embeddings_of_models_of_other_kinds():
     found = treatments(build(gpt2(), dense_embeddings=True))
     assert found["transformer.wte.weight"] == found["transformer.wpe.weight"] == "dense"
     assert found["transformer.h.0.attn.c_attn.weight"] == "ternary"
-    config = BertConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128, max_position_embeddings=64)
+    config = BertConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=64,
+    )
     found = treatments(build(BertForSequenceClassification(config), dense_embeddings=True))
-    assert found["bert.embeddings.word_embeddings.weight"] == found["bert.embeddings.position_embeddings.weight"] == "dense"
+    assert (
+        found["bert.embeddings.word_embeddings.weight"]
+        == found["bert.embeddings.position_embeddings.weight"]
+        == "dense"
+    )
     assert found["bert.encoder.layer.0.intermediate.dense.weight"] == "ternary"
     # a model that is no transformers model has embeddings all the same
     plain = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 128))
-    assert treatments(build(plain, dense_embeddings=True)) == {"0.weight": "dense", "1.weight": "ternary", "1.bias": "dense"}
+    assert treatments(build(plain, dense_embeddings=True)) == {
+        "0.weight": "dense",
+        "1.weight": "ternary",
+        "1.bias": "dense",
+    }
 
 
 def test_tied_weights_are_there_once():
@@ -128,11 +161,13 @@ def test_frozen_parameters_are_left_out():
     assert build_param_groups(model, weight_decay=0.1, no_decay=[]) == []
 
 
-# -- optim_target_modules --------------------------------------------------------------------------------------------------------
+# -- optim_target_modules ------------------------------------------------------------------------
 
 
 def ternary_names(model, target_modules, **options) -> set[str]:
-    return {name for name, t in treatments(build(model, target_modules=target_modules, **options)).items() if t == "ternary"}
+    return {
+        name for name, t in treatments(build(model, target_modules=target_modules, **options)).items() if t == "ternary"
+    }
 
 
 def test_a_string_is_a_regular_expression_for_the_whole_module_name():
@@ -147,8 +182,12 @@ def test_a_string_is_a_regular_expression_for_the_whole_module_name():
 
 def test_a_list_holds_parts_of_module_names():
     model = llama(tied=False)
-    assert ternary_names(model, ["layers.1.mlp"]) == {f"model.layers.1.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
-    assert ternary_names(model, ("lm_head", "q_proj")) == {"lm_head.weight"} | {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+    assert ternary_names(model, ["layers.1.mlp"]) == {
+        f"model.layers.1.mlp.{p}_proj.weight" for p in ("gate", "up", "down")
+    }
+    assert ternary_names(model, ("lm_head", "q_proj")) == {"lm_head.weight"} | {
+        f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)
+    }
 
 
 @pytest.mark.parametrize("spelling", ["all-linear", "all_linear"])
@@ -156,7 +195,11 @@ def test_all_linear(spelling):
     model = llama(tied=False)
     found = ternary_names(model, spelling)
     assert "lm_head.weight" in found and "model.embed_tokens.weight" not in found
-    linears = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight.numel() >= MIN_TERNARY_ELEMENTS}
+    linears = {
+        f"{name}.weight"
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m.weight.numel() >= MIN_TERNARY_ELEMENTS
+    }
     assert found == linears
 
 
@@ -177,7 +220,9 @@ def test_small_matrices_in_a_target_stay_dense():
 
 @pytest.mark.parametrize("target", [r"nothing", ["q_proj", "nothing"], ["norm"], ["all-linear"]], ids=str)
 def test_a_pattern_that_matches_no_matrix_is_an_error(target):
-    with pytest.raises(ValueError, match="optim_target_modules: .* matches no module with a trainable matrix; .*q_proj"):
+    with pytest.raises(
+        ValueError, match="optim_target_modules: .* matches no module with a trainable matrix; .*q_proj"
+    ):
         build_param_groups(llama(tied=True), weight_decay=0, no_decay=[], target_modules=target)
 
 

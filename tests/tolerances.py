@@ -1,6 +1,7 @@
 """How far correct results may lie apart, and why. No number here was found by trying.
 
-``E`` is the relative rounding error of one single-precision operation. The ternary step has element-wise bounds of its own in ``reference/ternary_twin.py``.
+``E`` is the relative rounding error of one single-precision operation. The ternary step has element-wise bounds of its
+own in ``reference/ternary_twin.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ HALF_SPACING = {torch.float32: E, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 
 
 def first_moment(beta1: float, largest_gradient: float) -> float:
-    """Absolute. A step adds at most 3 E of the largest gradient (two products with rounded constants, one sum), and of an
+    """Absolute. A step adds at most 3 E of the largest gradient (two products with rounded constants, one sum), and of
+    an
     older error beta1 remains: a geometric series."""
     return 3 * E * largest_gradient / (1 - beta1)
 
@@ -23,11 +25,15 @@ def second_moment(beta2: float, steps: int) -> float:
     return 5 * E * min(steps, 1 / (1 - beta2))
 
 
-def adamw_weight(steps: int, lr: float, betas: tuple[float, float], largest_ratio: float, largest_weight: float) -> float:
+def adamw_weight(
+    steps: int, lr: float, betas: tuple[float, float], largest_ratio: float, largest_weight: float
+) -> float:
     """Absolute, after ``steps``. The update is the first moment over the root of the second.
 
-    ``largest_ratio`` bounds (largest gradient) / sqrt(v) over all elements: the first moment's error in the update is that
-    many times its 3 E / (1 - beta1), the second's is half its relative error; root, eps, corrections and quotient add 8 E.
+    ``largest_ratio`` bounds (largest gradient) / sqrt(v) over all elements: the first moment's error in the update is
+    that
+    many times its 3 E / (1 - beta1), the second's is half its relative error; root, eps, corrections and quotient add 8
+    E.
     Decay, product and difference add 3 E of the weight.
     """
     of_update = 3 * E / (1 - betas[0]) + second_moment(betas[1], steps) / 2 + 8 * E

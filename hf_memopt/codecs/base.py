@@ -1,7 +1,8 @@
 """What a codec is: the declaration of the buffers that hold one moment.
 
-Allocation, the memory report, the checks on load and the tests read the same declaration, so none of them has byte counts of its own.
-A moment of a parameter is stored under ``<moment>.<part>`` for every part its codec declares; a part named "" is stored under ``<moment>`` alone.
+Allocation, the memory report, the checks on load and the tests read the same declaration, so none of them has byte
+counts of its own. A moment of a parameter is stored under ``<moment>.<part>`` for every part its codec declares; a part
+named "" is stored under ``<moment>`` alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Codec(Protocol):
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """The (rows, columns) as which every kernel sees a parameter: dim 0 and all the rest; a vector is (n, 1), a scalar (1, 1)."""
+    """The (rows, columns) as which kernels see a parameter: dim 0 and the rest; a vector is (n, 1), a scalar (1, 1)."""
     if len(shape) == 0:
         return 1, 1
     return shape[0], math.prod(shape[1:])
@@ -71,7 +72,5 @@ def zeros(codecs: dict[str, Codec], shape: torch.Size, device: torch.device) -> 
 def all_specs(codecs: dict[str, Codec], shape: torch.Size) -> dict[str, BufferSpec]:
     """The declared buffers of all moments, by state key."""
     return {
-        state_key(moment, part): spec
-        for moment, codec in codecs.items()
-        for part, spec in codec.specs(shape).items()
+        state_key(moment, part): spec for moment, codec in codecs.items() for part, spec in codec.specs(shape).items()
     }

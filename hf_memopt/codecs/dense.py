@@ -1,6 +1,7 @@
 """A moment kept as it is, in fp32 whatever the parameter's dtype: 32 bits an element.
 
-bf16 would not do: with beta2 = 0.999, v * 0.999 rounds back to v for every bf16 number, so the second moment could never decay.
+bf16 would not do: with beta2 = 0.999, v * 0.999 rounds back to v for every bf16 number, so the second moment could
+never decay.
 """
 
 from __future__ import annotations

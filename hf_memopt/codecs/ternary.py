@@ -1,12 +1,14 @@
 """Moments as ternary codes.
 
-First moment: blocks of 160 elements of a row, each element -s, 0 or +s, with one bf16 scale s a block: 1.6 + 0.1 bits an element. Kept are the elements above
-0.7 of the block's mean magnitude, s is the mean of what is kept: for a Gaussian block within a few percent of the best ternary quantiser. What the code cannot
-hold is not lost: the step applies it to the weight (``optim/taco_adamw.py``).
+First moment: blocks of 160 elements of a row, each element -s, 0 or +s, with one bf16 scale s a block: 1.6 + 0.1 bits
+an element. Kept are the elements above 0.7 of the block's mean magnitude, s is the mean of what is kept: for a Gaussian
+block within a few percent of the best ternary quantiser. What the code cannot hold is not lost: the step applies
+it to the weight (``optim/taco_adamw.py``).
 
-Second moment: v_ij = (R_i C_j / mean R) 4^d_ij. The factors R and C (running row and column means of the squared gradient, fp32) follow every change
-exactly and give the range; the code d in {-1, 0, +1}, 1.6 bits an element, says where the product is off by a factor of 4. d is rounded stochastically: a
-second moment moves by a thousandth a step, far less than half a level, so nearest rounding would freeze it.
+Second moment: v_ij = (R_i C_j / mean R) 4^d_ij. The factors R and C (running row and column means of the squared
+gradient, fp32) follow every change exactly and give the range; the code d in {-1, 0, +1}, 1.6 bits an element, says
+where the product is off by a factor of 4. d is rounded stochastically: a second moment moves by a thousandth a step,
+far less than half a level, so nearest rounding would freeze it.
 
 Bits a parameter, n x k: 3.3 + 32 (n + k) / (n k).
 """
@@ -67,7 +69,7 @@ class TernarySecondMoment:
         }
 
     def encode(self, moment: Tensor, uniform: Tensor | None = None) -> dict[str, Tensor]:
-        """Factors are the exact means; codes are rounded with ``uniform`` (n, k) in (0, 1), to the nearest when it is None."""
+        """Factors are the exact means; codes are rounded with ``uniform`` (n, k) in (0, 1), or to the nearest."""
         if moment.numel() == 0:
             return fresh(self, moment.shape, moment.device)
         n, k = matrix_shape(moment.shape)

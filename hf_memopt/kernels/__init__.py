@@ -1,4 +1,4 @@
-"""Choosing a kernel: ``select(kernel, device)`` gives the backend module whose ``ternary_adamw_`` and ``dense_adamw_`` do the update.
+"""Choosing a kernel: ``select(kernel, device)`` gives the module that does the update.
 
 ============  ==========================================================  =======================
 name          what it is                                                  devices
@@ -9,7 +9,8 @@ triton        one fused kernel                                            CUDA
 auto          triton on CUDA, compiled on the CPU, else reference
 ============  ==========================================================  =======================
 
-All give the same weights and the same state, bit for bit (``README.md``), so the choice is about speed alone and a checkpoint does not remember it.
+All give the same weights and the same state, bit for bit (``README.md``), so the choice is about speed alone and a
+checkpoint does not remember it.
 """
 
 from __future__ import annotations
@@ -44,11 +45,16 @@ def select(kernel: str, device_type: str) -> tuple[str, ModuleType]:
             return fast, _backend(fast)
         if why not in _told:
             _told.add(why)
-            _logger.warning("The %s kernel is not usable (%s): the slower reference kernel is used, with the same results.", fast, why)
+            _logger.warning(
+                "The %s kernel is not usable (%s): the slower reference kernel is used, with the same results.",
+                fast,
+                why,
+            )
         return "reference", _backend("reference")
     if _DEVICES[kernel] != device_type:
         raise ValueError(
-            f"kernel={kernel!r} works on {_DEVICES[kernel]} parameters, but a parameter is on {device_type}: set kernel=auto."
+            f"kernel={kernel!r} works on {_DEVICES[kernel]} parameters, but a parameter is on {device_type}: "
+            "set kernel=auto."
         )
     usable, why = _backend(kernel).available()
     if not usable:

@@ -1,9 +1,11 @@
 """The updates in plain torch: the twin that every faster kernel must equal bit for bit, and the kernel of last resort.
 
-``README.md`` beside this file defines the step; the code below carries it out operation by operation. It works on tiles of at most ``TILE`` elements, so its temporaries are about 40 MB and one
-fp32 number a row, whatever the parameter's size. It makes no assumption on the strides of weight and gradient.
+``README.md`` beside this file defines the step; the code below carries it out operation by operation. It works on tiles
+of at most ``TILE`` elements, so its temporaries are about 40 MB and one fp32 number a row, whatever the parameter's
+size. It makes no assumption on the strides of weight and gradient.
 
-torch's fused forms (``add`` with ``alpha``, ``addcmul``, ``lerp``) contract a product and a sum into one rounding on some CPUs and are therefore not used.
+torch's fused forms (``add`` with ``alpha``, ``addcmul``, ``lerp``) contract a product and a sum into one rounding on
+some CPUs and are therefore not used.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def ternary_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: Ste
     Args:
         param: (n, k) fp32, bf16 or fp16 weights.
         grad: (n, k) gradient, any floating dtype.
-        state: ``exp_avg.codes``, ``exp_avg.scale``, ``exp_avg_sq.codes``, ``exp_avg_sq.row``, ``exp_avg_sq.col`` (shapes in ``codecs/ternary.py``).
+        state: ``exp_avg.codes``, ``exp_avg.scale``, ``exp_avg_sq.codes``, ``exp_avg_sq.row``, ``exp_avg_sq.col``
+            (shapes in ``codecs/ternary.py``).
         s: the step's scalars.
 
     Returns:
@@ -51,7 +54,7 @@ def ternary_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: Ste
 
 
 def dense_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepScalars) -> bool:
-    """One AdamW step with fp32 moments ``exp_avg`` and ``exp_avg_sq`` (n, k), in place; returns False as ``ternary_adamw_`` does."""
+    """One AdamW step with fp32 ``exp_avg`` and ``exp_avg_sq`` (n, k), in place; returns like ``ternary_adamw_``."""
     n, k = param.shape
     tiles = [(rows, cols) for cols, _ in _column_strips(k) for rows in _row_strips(n, cols)]
     if not all(_within_range(grad[tile].float()) for tile in tiles):
@@ -72,7 +75,8 @@ def dense_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepS
 def ternarize(m: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Nearest ternary code of each block of ``m`` (r, b, 5, w), of which ``width`` elements are real.
 
-    Returns codes (r, b, 5, w) int8 and the block scales (r, b) bf16: the mean of the kept magnitudes, kept are those above 0.7 of the mean magnitude.
+    Returns codes (r, b, 5, w) int8 and the block scales (r, b) bf16: the mean of the kept magnitudes, kept are those
+    above 0.7 of the mean magnitude.
     """
     magnitude = m.abs()
     keep = magnitude > (_tree_sum(magnitude) * (0.7 / width))[..., None, None]
@@ -82,7 +86,7 @@ def ternarize(m: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def round_exponent(ratio: Tensor, uniform: Tensor) -> Tensor:
-    """Stochastic rounding of ``ratio`` onto {1/4, 1, 4}, unbiased within that range; the exponent of 4 as int8, NaN as 0."""
+    """Stochastic rounding of ``ratio`` onto {1/4, 1, 4}, unbiased in that range: the exponent as int8, 0 for NaN."""
     return ((ratio - 1.0) > uniform * 3.0).to(torch.int8) - ((1.0 - ratio) > uniform * 0.75).to(torch.int8)
 
 
@@ -110,7 +114,8 @@ def _ternary_tile(param, grad, state, s, base, base_inv, rows, cols, block_width
     in_blocks = slice(first_block, first_block + blocks)
 
     def planes(x: Tensor) -> Tensor:  # (r, width) -> (r, blocks, 5, plane), padded with zeros
-        return torch.nn.functional.pad(x, (0, blocks * trits.PLANES * plane - width)).reshape(-1, blocks, trits.PLANES, plane)
+        x = torch.nn.functional.pad(x, (0, blocks * trits.PLANES * plane - width))
+        return x.reshape(-1, blocks, trits.PLANES, plane)
 
     def columns(x: Tensor) -> Tensor:  # back to (r, width)
         return x.reshape(n, -1)[:, :width]
@@ -142,7 +147,7 @@ def _ternary_tile(param, grad, state, s, base, base_inv, rows, cols, block_width
 
 
 def _column_strips(k: int) -> Iterator[tuple[slice, int]]:
-    """The columns of a matrix in strips of at most ``TILE`` and their block width: whole blocks, then the narrower last one."""
+    """The columns in strips of at most ``TILE`` with their block width: whole blocks, then the narrower last one."""
     full = k - k % trits.BLOCK
     step = TILE // trits.BLOCK * trits.BLOCK
     for begin in range(0, full, step):
@@ -152,7 +157,7 @@ def _column_strips(k: int) -> Iterator[tuple[slice, int]]:
 
 
 def _row_strips(n: int, cols: slice) -> Iterator[slice]:
-    """The rows in strips (of at least one) that hold at most ``TILE`` elements of ``cols``, a narrow block counted as a full one."""
+    """The rows in strips that hold at most ``TILE`` elements of ``cols``, a narrow block counted as a full one."""
     step = max(1, TILE // max(cols.stop - cols.start, trits.BLOCK))
     for begin in range(0, n, step):
         yield slice(begin, min(begin + step, n))
@@ -196,7 +201,7 @@ def _mean(factor: Tensor) -> Tensor:
 
 
 def _tree_sum(x: Tensor) -> Tensor:
-    """Sum of each block, (r, b, 5, w) -> (r, b): planes in order, then the upper half of 32 lanes onto the lower, five times."""
+    """Sum of each block, (r, b, 5, w) -> (r, b): planes in order, then five times the upper lanes onto the lower."""
     lanes = x[..., 0, :]
     for plane in range(1, trits.PLANES):
         lanes = lanes + x[..., plane, :]

@@ -1,10 +1,10 @@
 """What one update of one parameter needs besides tensors: the step's scalars and its random key.
 
-Everything is computed in double on the host and rounded once to single precision, so that every kernel, on whatever device,
-starts from the same numbers (``README.md`` beside this file).
+Everything is computed in double on the host and rounded once to single precision, so that every kernel, on whatever
+device, starts from the same numbers (``README.md`` beside this file).
 
-The carry weight. A piece r of the first moment that the ternary code cannot hold would have moved the weight over the coming steps by
-``lr * r * beta1^j / (1 - beta1^(t+j))`` at step t+j. It is applied now instead:
+The carry weight. A piece r of the first moment that the ternary code cannot hold would have moved the weight over the
+coming steps by ``lr * r * beta1^j / (1 - beta1^(t+j))`` at step t+j. It is applied now instead:
 
     carry_t = sum over j >= 1 of  beta1^j / (1 - beta1^(t+j))        (-> beta1 / (1 - beta1) as t grows)
 """
@@ -54,9 +54,9 @@ def parameter_key(seed: int, name: str) -> int:
 def carry_weight(beta1: float, step: int) -> float:
     """``sum_{j>=1} beta1^j / (1 - beta1^(step+j))``, see the module's note. ``step`` counts from 1; 0 <= ``beta1`` < 1.
 
-    Each quotient written as a geometric series makes this a sum over pairs (j, i). Summed outwards from its diagonal, as
-    Clausen did with Lambert's series, it needs only the square root of the number of terms: 20 for beta1 = 0.9, 2 10^5
-    for a beta1 of 1 - 1e-9.
+    Each quotient written as a geometric series makes this a sum over pairs (j, i). Summed outwards from its diagonal,
+    as Clausen did with Lambert's series, it needs only the square root of the number of terms: 20 for beta1 = 0.9,
+    2 10^5 for a beta1 of 1 - 1e-9.
     """
     if beta1 == 0.0:
         return 0.0

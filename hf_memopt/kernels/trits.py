@@ -1,11 +1,13 @@
 """Five ternary digits in a byte: the layout of the codes, and the plain packing of them.
 
-A row of ``cols`` elements is cut into blocks of 160; the last block may be narrower. A block has five *planes* of ``w`` elements and takes ``w``
-bytes: element ``e`` lies in byte ``e % w`` as base-3 digit ``e // w``. 3^5 = 243 values fit a byte, 1.6 bits a digit. Blocks never cross a row, so the
-packed state has one row per parameter row and can be sharded along dim 0 as the parameter is.
+A row of ``cols`` elements is cut into blocks of 160; the last block may be narrower. A block has five *planes* of ``w``
+elements and takes ``w`` bytes: element ``e`` lies in byte ``e % w`` as base-3 digit ``e // w``. 3^5 = 243 values fit a
+byte, 1.6 bits a digit. Blocks never cross a row, so the packed state has one row per parameter row and can be sharded
+along dim 0 as the parameter is.
 
-A value n in 0..242 is stored as ceil(256 n / 243): the byte is then the fraction n / 243 to eight bits, and its base-3 digits fall out one after the other by
-multiplying with 3 (digit i = (((byte * 3^i) & 255) * 3) >> 8). No division, no table.
+A value n in 0..242 is stored as ceil(256 n / 243): the byte is then the fraction n / 243 to eight bits, and its base-3
+digits fall out one after the other by multiplying with 3 (digit i = (((byte * 3^i) & 255) * 3) >> 8). No division, no
+table.
 """
 
 from __future__ import annotations

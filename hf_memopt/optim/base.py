@@ -2,9 +2,11 @@
 
 Three facts of the field shape it.
 
-- ``torch.optim.Optimizer.load_state_dict`` casts every state tensor except ``step`` to the parameter's dtype: codes would become floats, fp32 factors bf16.
-  Loading is therefore done here, buffer by buffer, against what the codecs declare; what does not fit is refused in one sentence before anything is changed.
-- accelerate and FSDP2 replace the tensors in the groups between construction and the first step: state is created in ``step`` and names are kept by position.
+- ``torch.optim.Optimizer.load_state_dict`` casts every state tensor except ``step`` to the parameter's dtype: codes
+  would become floats, fp32 factors bf16. Loading is therefore done here, buffer by buffer, against what the codecs
+  declare; what does not fit is refused in one sentence before anything is changed.
+- accelerate and FSDP2 replace the tensors in the groups between construction and the first step: state is created in
+  ``step`` and names are kept by position.
 - State is plain tensors and numbers, so ``torch.load(weights_only=True)`` reads it.
 """
 
@@ -29,7 +31,7 @@ class CodecOptimizer(torch.optim.Optimizer):
 
     CODECS: dict[str, dict[str, Codec]] = {}
 
-    # -- parameters -------------------------------------------------------------------------------------------------------------
+    # -- parameters -------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; refuses parameters that no kernel takes, before the first step."""
@@ -42,26 +44,32 @@ class CodecOptimizer(torch.optim.Optimizer):
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        treatment = group["treatment"]
+        me, treatment = type(self).__name__, group["treatment"]
         if treatment not in ("auto", *TREATMENTS):
             raise ValueError(f"treatment={treatment!r} is not known: choose auto, {' or '.join(TREATMENTS)}.")
         for i, p in enumerate(group["params"]):
             name = _name_in_group(group, i) or f"number {i} of its group"
             if unsupported_dtype(p):
                 raise ValueError(
-                    f"{type(self).__name__} takes float32, bfloat16 and float16 parameters, but {name} is {p.dtype}: convert it or freeze it."
+                    f"{me} takes float32, bfloat16 and float16 parameters, but {name} is {p.dtype}: "
+                    "convert it or freeze it."
                 )
             if type(p.data).__name__ == "DTensor":
                 raise ValueError(
-                    f"{type(self).__name__} does not support sharded parameters yet, and {name} is a DTensor: train without FSDP, or use adamw_torch."
+                    f"{me} does not support sharded parameters yet, and {name} is a DTensor: "
+                    "train without FSDP, or use adamw_torch."
                 )
             if p.device.type == "mps":
-                raise ValueError(f"{type(self).__name__} needs double precision sums, which MPS lacks ({name}): train on the CPU or CUDA.")
+                raise ValueError(
+                    f"{me} needs double precision sums, which MPS lacks ({name}): train on the CPU or CUDA."
+                )
             if treatment == "ternary" and p.dim() < 2:
-                raise ValueError(f"treatment='ternary' needs matrices, but {name} has shape {tuple(p.shape)}: use treatment='auto'.")
+                raise ValueError(
+                    f"treatment='ternary' needs matrices, but {name} has shape {tuple(p.shape)}: use treatment='auto'."
+                )
 
     def named_params(self) -> Iterator[tuple[dict, str, Tensor]]:
-        """(group, name, parameter) in the order of ``state_dict``; a parameter without a name is named by its number."""
+        """(group, name, parameter) in the order of ``state_dict``; without a name, its number is the name."""
         number = 0
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
@@ -81,7 +89,7 @@ class CodecOptimizer(torch.optim.Optimizer):
             state.update(zeros(self.CODECS[self.treatment_of(group, p)], p.shape, p.device))
         return state
 
-    # -- saving and loading ------------------------------------------------------------------------------------------------------
+    # -- saving and loading -----------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` gave: every buffer keeps its own dtype and is moved to its parameter's device.
@@ -124,24 +132,29 @@ class CodecOptimizer(torch.optim.Optimizer):
         versions = {g.get("format_version") for g in saved_groups}
         if versions == {None}:
             raise ValueError(
-                f"This checkpoint holds the state of another optimizer, not {me}'s: resume with the optimizer that wrote it, remove optimizer.pt "
-                "to start with fresh moments, or bring plain AdamW's moments over with hf_memopt.import_adamw_state(optimizer, state_dict)."
+                f"This checkpoint holds the state of another optimizer, not {me}'s: resume with the optimizer that "
+                "wrote it, remove optimizer.pt to start with fresh moments, or bring plain AdamW's moments over with "
+                "hf_memopt.import_adamw_state(optimizer, state_dict)."
             )
         if versions != {FORMAT_VERSION}:
             raise ValueError(
-                f"This checkpoint's optimizer state has format version {sorted(map(str, versions))}, this hf_memopt reads version {FORMAT_VERSION}: "
-                "install the version of hf_memopt that wrote it."
+                f"This checkpoint's optimizer state has format version {sorted(map(str, versions))}, this hf_memopt "
+                f"reads version {FORMAT_VERSION}: install the version of hf_memopt that wrote it."
             )
         if sizes != own_sizes:
             raise ValueError(
-                f"This checkpoint's optimizer state is of another model or grouping: it has parameter groups of {sizes} tensors, {me} has {own_sizes}."
+                "This checkpoint's optimizer state is of another model or grouping: "
+                f"it has parameter groups of {sizes} tensors, {me} has {own_sizes}."
             )
         found = []
         saved_flat = [(g, i, pid) for g in saved_groups for i, pid in enumerate(g["params"])]
         for (group, name, p), (saved_group, i, pid) in zip(self.named_params(), saved_flat, strict=True):
             saved_name = _name_in_group(saved_group, i)
             if saved_name and _name_in_group(group, 0) and saved_name != name:
-                raise ValueError(f"This checkpoint's optimizer state is of another model: it has {saved_name!r} where this one has {name!r}.")
+                raise ValueError(
+                    "This checkpoint's optimizer state is of another model: "
+                    f"it has {saved_name!r} where this one has {name!r}."
+                )
             state = state_dict["state"].get(pid)
             if self.treatment_of({"treatment": "auto", **saved_group}, p) != self.treatment_of(group, p):
                 raise self._other_moments(group, name, p)
@@ -167,13 +180,15 @@ class CodecOptimizer(torch.optim.Optimizer):
     def _other_moments(self, group: dict, name: str, p: Tensor) -> ValueError:
         return ValueError(
             f"This checkpoint keeps other moments for {name!r} than this optimizer, which treats it as "
-            f"{self.treatment_of(group, p)}: set the same optim_args and optim_target_modules as in the run that wrote it."
+            f"{self.treatment_of(group, p)}: "
+            "set the same optim_args and optim_target_modules as in the run that wrote it."
         )
 
-    # -- reporting ---------------------------------------------------------------------------------------------------------------
+    # -- reporting --------------------------------------------------------------------------------
 
     def memory_report(self, model: torch.nn.Module | None = None) -> MemoryReport:
-        """Bytes of state per group and treatment: real storages once they exist, the codecs' declarations before the first step.
+        """Bytes of state per group and treatment: real storages once they exist, the codecs' declarations before the
+        first step.
 
         With ``model`` given its frozen parameters are listed too.
         """
@@ -192,7 +207,9 @@ class CodecOptimizer(torch.optim.Optimizer):
             for i, n in enumerate((1, p.numel(), nbytes)):
                 row[i] += n
         frozen = None if model is None else sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        return MemoryReport(type(self).__name__, self.kernel_name(), tuple(GroupRow(*k, *v) for k, v in rows.items()), measured, frozen)
+        return MemoryReport(
+            type(self).__name__, self.kernel_name(), tuple(GroupRow(*k, *v) for k, v in rows.items()), measured, frozen
+        )
 
     def kernel_name(self) -> str:
         """The kernel that updates, for the report."""
@@ -200,7 +217,7 @@ class CodecOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How often a parameter was left alone because its gradient was not finite, summed over parameters and steps."""
+        """How often a parameter was left alone for a gradient that was not finite, over all parameters and steps."""
         return sum(state.get("skipped", 0) for state in self.state.values())
 
 

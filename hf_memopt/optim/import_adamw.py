@@ -78,7 +78,8 @@ def _by_name(optimizer: CodecOptimizer, state_dict: dict[str, Any], model: nn.Mo
         if sizes != [len(names) for names in in_order]:
             raise ValueError(
                 f"The AdamW state has groups of {sizes} parameters, where the Trainer, with the weight decay of this "
-                f"optimizer's groups, would make {[len(names) for names in in_order]}: it is of another model or grouping."
+                f"optimizer's groups, would make {[len(names) for names in in_order]}: "
+                "it is of another model or grouping."
             )
         names = [name for names in in_order for name in names]
     elif sizes == [len(g["params"]) for g in optimizer.param_groups]:

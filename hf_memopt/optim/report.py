@@ -1,6 +1,7 @@
 """What the optimizer holds, counted: per group the parameters, their treatment, bytes and bits a parameter.
 
-Before the first step the bytes are the codecs' declarations, afterwards those of the real storages; a test keeps the two equal.
+Before the first step the bytes are the codecs' declarations, afterwards those of the real storages; a test keeps the
+two equal.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """State of an optimizer. ``measured`` says whether the bytes are of real storages (after the first step) or declared (before it)."""
+    """State of an optimizer. ``measured``: the bytes are of real storages (after the first step), not declared ones."""
 
     optimizer: str
     kernel: str
@@ -64,7 +65,15 @@ class MemoryReport:
         """The report as text, one line a group."""
         head = ("moments", "why", "decay", "tensors", "parameters", "bits/param", "state")
         lines = [
-            (r.treatment, r.reason, f"{r.weight_decay:g}", f"{r.tensors:,}", f"{r.parameters:,}", f"{r.bits_per_parameter:.2f}", human_bytes(r.state_bytes))
+            (
+                r.treatment,
+                r.reason,
+                f"{r.weight_decay:g}",
+                f"{r.tensors:,}",
+                f"{r.parameters:,}",
+                f"{r.bits_per_parameter:.2f}",
+                human_bytes(r.state_bytes),
+            )
             for r in self.rows
         ]
         if self.frozen_parameters:
@@ -91,5 +100,9 @@ def human_bytes(n: float) -> str:
 
 def storage_bytes(state: dict) -> int:
     """Bytes of the distinct storages behind the tensors of one parameter's state."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.values() if torch.is_tensor(t) and t.numel()}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in state.values()
+        if torch.is_tensor(t) and t.numel()
+    }
     return sum(storages.values())

@@ -1,11 +1,13 @@
 """How the codes behave, measured on a sample of a step.
 
-Of every ternary parameter at most 65536 elements are looked at: rows evenly spread, and of a longer row its first blocks.
-So a sampled step costs little more than any other. Parameters whose step is skipped are left out.
+Of every ternary parameter at most 65536 elements are looked at: rows evenly spread, and of a longer row its first
+blocks. So a sampled step costs little more than any other. Parameters whose step is skipped are left out.
 
 - ``zero_share``: elements whose first-moment code is 0 (about 0.43 for a Gaussian block);
-- ``changed_share``: elements whose first-moment code differs from the one before the step. Near 0, the momentum would be stale;
-- ``carried_energy``: sum (m - q')^2 / sum m^2, the part of the first moment that the code cannot hold and the carry moves into the weight (0.19 for a Gaussian block).
+- ``changed_share``: elements whose first-moment code differs from the one before the step. Near 0, the momentum would
+  be stale;
+- ``carried_energy``: sum (m - q')^2 / sum m^2, the part of the first moment that the code cannot hold and the carry
+  moves into the weight (0.19 for a Gaussian block).
 
 The result is the mean over parameters, weighted by their size.
 """
@@ -56,7 +58,7 @@ class CodeStatistics:
 
 
 def sampled_rows(n: int, cols: int, device: torch.device) -> Tensor:
-    """Indices of at most ``SAMPLE_ELEMENTS // cols`` (but at least one) of ``n`` rows, each in the middle of its share."""
+    """Indices of ``SAMPLE_ELEMENTS // cols`` of ``n`` rows (at least one, at most all), spread evenly."""
     count = max(1, min(n, SAMPLE_ELEMENTS // cols))
     return (2 * torch.arange(count, device=device) + 1) * n // (2 * count)
 

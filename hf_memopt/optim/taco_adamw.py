@@ -1,23 +1,28 @@
 r"""AdamW whose two moments are stored as ternary codes: 3.3 bits a parameter instead of 64.
 
-For a matrix W (n x k) with gradient G, step t from 1; q is the decoded stored first moment, d the stored exponent of the second:
+For a matrix W (n x k) with gradient G, step t from 1; q is the decoded first moment, d the exponent of the second:
 
     m    = b1 q + (1 - b1) G
     R, C = b2 R + (1 - b2) mean_cols(G^2),   b2 C + (1 - b2) mean_rows(G^2)
     v    = b2 (R_old C_old / mean R_old) 4^d + (1 - b2) G^2
-    q'   = ternary(m)                                             d' = stochastic rounding of log4(v mean R / (R C)) onto {-1, 0, 1}
+    q'   = ternary(m)
+    d'   = stochastic rounding of log4(v mean R / (R C)) onto {-1, 0, 1}
     U    = (m / (1 - b1^t) + carry_t (m - q')) / (sqrt(v / (1 - b2^t)) + eps)
     W    = W (1 - lr wd) - lr U                                   stored: q', d', R, C, t
 
-The remainder m - q' is what a code cannot hold. Dropped, it is a bias; rounded stochastically, it is noise that later steps amplify by b1 / (1 - b1). But momentum is linear:
-the piece would have moved the weight by lr (m - q') (b1 + b1^2 + ...) over the coming steps, each term over its own bias correction. The carry applies exactly that sum now. No gradient
-is lost, no noise is added, and no error buffer is needed; what is given up is timing (the piece acts at this step's learning rate and second moment).
+The remainder m - q' is what a code cannot hold. Dropped, it is a bias; rounded stochastically, it is noise that later
+steps amplify by b1 / (1 - b1). But momentum is linear: the piece would have moved the weight by lr (m - q') (b1 + b1^2
++ ...) over the coming steps, each term over its own bias correction. The carry applies exactly that sum now. No
+gradient is lost, no noise is added, and no error buffer is needed; what is given up is timing (the piece acts at this
+step's learning rate and second moment).
 
-This is not the optimizer of arXiv 2610.02199, which is also called TACO: that one stores a few FP8 gradient entries a column.
+This is not the optimizer of arXiv 2610.02199, which is also called TACO: that one stores a few FP8 gradient entries a
+column.
 
-Vectors and matrices under 4096 elements keep fp32 moments (``param_groups.py``). Weights in bf16 or fp16 are written back with stochastic rounding: otherwise every update below half a unit in the
-last place would vanish. A gradient with NaN or Inf leaves its parameter and its state as they were and is counted in ``skipped_steps``. The random numbers are a hash of (seed, parameter name,
-step, element), so no generator is stored and resuming is bit-equal.
+Vectors and matrices under 4096 elements keep fp32 moments (``param_groups.py``). Weights in bf16 or fp16 are written
+back with stochastic rounding: otherwise every update below half a unit in the last place would vanish. A gradient with
+NaN or Inf leaves its parameter and its state as they were and is counted in ``skipped_steps``. The random numbers are a
+hash of (seed, parameter name, step, element), so no generator is stored and resuming is bit-equal.
 """
 
 from __future__ import annotations
@@ -42,13 +47,15 @@ class TacoAdamW(CodecOptimizer):
     """AdamW with ternary moments; equations in the module's docstring.
 
     Args:
-        params: tensors, (name, tensor) pairs, or groups. A group may set ``treatment`` to ``auto`` (the default: matrices of at least 4096 elements are
-            ternary), ``ternary`` or ``dense``. Names seed the random numbers; without names the position does.
+        params: tensors, (name, tensor) pairs, or groups. A group may set ``treatment`` to ``auto`` (the default:
+            matrices of at least 4096 elements are ternary), ``ternary`` or ``dense``. Names seed the random
+            numbers; without names the position does.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW`` (decoupled decay, the same defaults).
         maximize: ascend instead of descend.
         seed: of the stochastic rounding.
         stochastic_rounding: write bf16 and fp16 weights back with stochastic rounding (fp32 weights are never rounded).
-        kernel: ``auto``, ``reference``, ``compiled`` or ``triton``; all give the same numbers (``kernels/__init__.py``).
+        kernel: ``auto``, ``reference``, ``compiled`` or ``triton``; all give the same numbers
+            (``kernels/__init__.py``).
 
     Raises:
         ValueError: an option or a parameter is out of range; the sentence names it.
@@ -136,7 +143,9 @@ class TacoAdamW(CodecOptimizer):
             self._statistics, self._statistics_wanted = statistics.result(), False
         return loss
 
-    def _update(self, group: dict, name: str, p: Tensor, backend: ModuleType, statistics: CodeStatistics | None) -> None:
+    def _update(
+        self, group: dict, name: str, p: Tensor, backend: ModuleType, statistics: CodeStatistics | None
+    ) -> None:
         state = self.state_of(group, p)
         scalars = StepScalars.at_step(
             int(state["step"]) + 1,
@@ -168,7 +177,7 @@ class TacoAdamW(CodecOptimizer):
         self._count(state, applied)
 
     def _count(self, state: dict, applied: bool | Tensor) -> None:
-        """Count an applied or a skipped step. A kernel on a GPU answers with a tensor on the device, which is read when the next step begins."""
+        """Count an applied or a skipped step. A GPU's answer is a tensor there, read when the next step begins."""
         if torch.is_tensor(applied):
             state["step"] += 1
             self._pending.append((state, applied))
@@ -202,7 +211,7 @@ class TacoAdamW(CodecOptimizer):
 
     @property
     def statistics(self) -> dict[str, float]:
-        """Shares, between 0 and 1, of the last sampled step: ``zero_share``, ``changed_share``, ``carried_energy``; empty before the first."""
+        """``zero_share``, ``changed_share``, ``carried_energy`` of the last sampled step; empty before the first."""
         return dict(self._statistics)
 
     def kernel_name(self) -> str:

@@ -20,7 +20,7 @@ EDGES = [(1, 1), (1, 160), (2, 161), (0, 7), (7, 0)]
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 @pytest.mark.parametrize("shape", [*SHAPES.values(), *EDGES], ids=str)
 def test_declared_allocated_and_encoded_agree(codec, shape):
-    """The same parts, shapes, dtypes and bytes whichever way a buffer comes into being; fresh buffers decode to zero."""
+    """The same parts, shapes, dtypes and bytes however a buffer comes into being; fresh buffers decode to zero."""
     specs = codec.specs(torch.Size(shape))
     fresh = {part: spec.allocate(torch.device("cpu")) for part, spec in specs.items()}
     encoded = codec.encode(randn(*shape).square())
@@ -37,7 +37,9 @@ def test_declared_allocated_and_encoded_agree(codec, shape):
 
 @pytest.mark.parametrize(**shape_cases())
 def test_first_moment_round_trip(shape):
-    """Each element is 0 or the block's scale with its sign, kept where it exceeds 0.7 of the block's mean, and the scale is the mean of what is kept to bf16's half ulp, 2^-8."""
+    """Each element is 0 or the block's scale with its sign, kept where it exceeds 0.7 of the block's mean, and the
+    scale is the mean of what is kept to bf16's half ulp, 2^-8.
+    """
     codec = CODECS["first"]
     m = uneven_gradient(*shape, seed=5)
     q = codec.decode(codec.encode(m), m.shape).reshape(shape[0], -1)
@@ -59,13 +61,17 @@ def test_first_moment_decodes_what_the_twin_reads(shape):
     buffers = codec.encode(randn(*shape, seed=6))
     k = math.prod(shape[1:])
     codes = [twin.decode_row(row, k) for row in buffers["codes"].tolist()]
-    expected = [[c * s[j // 160] for j, c in enumerate(row)] for row, s in zip(codes, buffers["scale"].tolist(), strict=True)]
+    expected = [
+        [c * s[j // 160] for j, c in enumerate(row)] for row, s in zip(codes, buffers["scale"].tolist(), strict=True)
+    ]
     assert codec.decode(buffers, torch.Size(shape)).reshape(shape[0], -1).tolist() == expected
 
 
 @pytest.mark.parametrize(**shape_cases())
 def test_second_moment_nearest(shape):
-    """A ratio r to the factors' product becomes 1/4, 1 or 4, the nearest: it is off by at most 3/8 of base below 1, 3/2 up to 4."""
+    """A ratio r to the factors' product becomes 1/4, 1 or 4, the nearest: it is off by at most 3/8 of base below 1, 3/2
+    up to 4.
+    """
     codec = CODECS["second"]
     v = uneven_gradient(*shape, seed=7).square()
     matrix = v.double().reshape(shape[0], -1)
@@ -79,7 +85,9 @@ def test_second_moment_nearest(shape):
 
 
 def test_second_moment_stochastic_is_unbiased():
-    """Mean of 4000 encodings of a matrix whose ratios stay in [1/4, 4]; a decoded ratio has a standard deviation of at most 1.5."""
+    """Mean of 4000 encodings of a matrix whose ratios stay in [1/4, 4]; a decoded ratio has a standard deviation of at
+    most 1.5.
+    """
     codec = CODECS["second"]
     v = torch.rand(4, 12, generator=torch.Generator().manual_seed(0)) + 0.5
     repeated = v.repeat(4000, 1)
@@ -101,7 +109,10 @@ def test_dense_copies():
     assert buffers[""].any()
 
 
-@pytest.mark.parametrize("shape, rows", [((), (1, 1)), ((5,), (5, 1)), ((5, 7), (5, 7)), ((5, 2, 3), (5, 6)), ((0, 3), (0, 3)), ((3, 0), (3, 0))])
+@pytest.mark.parametrize(
+    "shape, rows",
+    [((), (1, 1)), ((5,), (5, 1)), ((5, 7), (5, 7)), ((5, 2, 3), (5, 6)), ((0, 3), (0, 3)), ((3, 0), (3, 0))],
+)
 def test_matrix_shape(shape, rows):
     assert base.matrix_shape(torch.Size(shape)) == rows
 

@@ -1,7 +1,8 @@
-"""It trains as well as AdamW: held-out loss on two small tasks, no worse than AdamW's by more than AdamW differs from itself over three seeds.
+"""It trains as well as AdamW: held-out loss on two small tasks, no worse than AdamW's by more than AdamW differs from
+itself over three seeds.
 
-Both optimizers see the same batches, start from the same weights and have the same schedule. The bf16 runs have no fp32 copy of the weights; their judge is AdamW on fp32 weights, a harder one than
-AdamW on bf16, which loses small updates.
+Both optimizers see the same batches, start from the same weights and have the same schedule. The bf16 runs have no fp32
+copy of the weights; their judge is AdamW on fp32 weights, a harder one than AdamW on bf16, which loses small updates.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def cosine(optimizer, lr: float, t: int, steps: int, warm_up: int = 10) -> None:
 
 
 def regression(name: str, seed: int, dtype: torch.dtype = torch.float32, steps: int = 300, lr: float = 0.1) -> float:
-    """Squared distance of a linear map to its teacher, whose answers have noise of variance 1, the error that no training can remove."""
+    """Squared distance of a linear map to its teacher, whose answers have noise of variance 1, the error that no
+    training can remove.
+    """
     generator = torch.Generator().manual_seed(seed)
     teacher = torch.randn(64, 100, generator=generator)
     model = torch.nn.Linear(100, 64)
@@ -49,10 +52,18 @@ def regression(name: str, seed: int, dtype: torch.dtype = torch.float32, steps: 
 
 
 def language(name: str, seed: int, dtype: torch.dtype = torch.float32, steps: int = 80, lr: float = 3e-3) -> float:
-    """Held-out loss of a Llama of 115,000 parameters on sequences with four equally likely next tokens: from log 128 towards log 4."""
+    """Held-out loss of a Llama of 115,000 parameters on sequences with four equally likely next tokens: from log 128
+    towards log 4.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).to(dtype)
     optimizer = optimizer_of(name, model, lr)
@@ -85,7 +96,8 @@ def judged(request):
 def test_no_worse_than_adamw(judged, dtype):
     task, adamw = judged
     if task is regression and dtype == torch.bfloat16:
-        adamw = [task("adamw", seed, dtype) for seed in SEEDS]  # 0.4 % of a weight is the spacing of bf16: fp32's result is out of reach
+        # 0.4 % of a weight is the spacing of bf16: fp32's result is out of reach
+        adamw = [task("adamw", seed, dtype) for seed in SEEDS]
     spread = max(adamw) - min(adamw)
     ours = [task("taco", seed, dtype) for seed in SEEDS[:2]]
     assert sum(ours) / 2 <= sum(adamw) / 3 + spread, (ours, adamw)

@@ -21,7 +21,8 @@ from tests.reference import ternary_twin as twin
 SCALARS = StepScalars.at_step(
     1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, parameter_key=0, stochastic=True, maximize=False
 )
-HASHES_OF_ALL_NOISE = torch.arange(0, 2**32, 2**16) * pow(0x9E3779B9, -1, 2**32) % 2**32  # noise >> 16 is 0, 1, ... 65535
+# noise >> 16 is 0, 1, ... 65535
+HASHES_OF_ALL_NOISE = torch.arange(0, 2**32, 2**16) * pow(0x9E3779B9, -1, 2**32) % 2**32
 
 
 def as_int32(x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ def write_back(x: torch.Tensor, dtype: torch.dtype, hashes: torch.Tensor) -> tor
     return reference._write_back(x, dtype, SCALARS, lambda: hashes)
 
 
-# -- the uniform numbers ---------------------------------------------------------------------------------------------------------
+# -- the uniform numbers -------------------------------------------------------------------------
 
 
 def test_uniform_takes_every_value_exactly_and_stays_inside():
@@ -42,12 +43,14 @@ def test_uniform_takes_every_value_exactly_and_stays_inside():
     assert 0 < u.min() and u.max() < 1
 
 
-# -- the exponent of the second moment -------------------------------------------------------------------------------------------
+# -- the exponent of the second moment -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.2500001, 0.3, 0.5, 0.9999, 1.0, 1.0001, 1.5, 2.0, 3.9999, 4.0])
 def test_exponent_is_unbiased(ratio):
-    """Over all 2^23 uniform numbers. P(d) is off by at most one number of 2^23, and by the roundings of the ratio's distance to 1 and of 3 u: 2 E each."""
+    """Over all 2^23 uniform numbers. P(d) is off by at most one number of 2^23, and by the roundings of the ratio's
+    distance to 1 and of 3 u: 2 E each.
+    """
     u = (torch.arange(2**23).float() + 0.5) * 2.0**-23
     r = torch.tensor(ratio)
     d = reference.round_exponent(r.expand_as(u), u)
@@ -63,13 +66,15 @@ def test_exponent_over_the_whole_range_with_a_coarse_grid_of_uniforms():
     assert (mean - ratio[:, 0]).abs().max() <= 3 / 2048 + 1e-6
 
 
-@pytest.mark.parametrize("ratio, code", [(0.0, -1), (0.2, -1), (5.0, 1), (3e38, 1), (math.inf, 1), (math.nan, 0), (1.0, 0)])
+@pytest.mark.parametrize(
+    "ratio, code", [(0.0, -1), (0.2, -1), (5.0, 1), (3e38, 1), (math.inf, 1), (math.nan, 0), (1.0, 0)]
+)
 def test_exponent_outside_the_range_saturates(ratio, code):
     u = torch.tensor([2.0**-24, 0.5, 1 - 2.0**-24])
     assert reference.round_exponent(torch.full((3,), ratio), u).tolist() == [code] * 3
 
 
-# -- the first moment ------------------------------------------------------------------------------------------------------------
+# -- the first moment ----------------------------------------------------------------------------
 
 
 def ternarized(block: torch.Tensor) -> tuple[list[int], float]:
@@ -97,7 +102,9 @@ def test_ternarize_against_loops(width):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_ternarize_is_near_the_best_ternary_quantiser(seed):
-    """Brute force over every number of kept elements (the best code keeps the largest): the rule loses at most 2 % of the block's energy against it."""
+    """Brute force over every number of kept elements (the best code keeps the largest): the rule loses at most 2 % of
+    the block's energy against it.
+    """
     block = randn(160, seed=seed)
     magnitude = block.abs().sort(descending=True).values.double()
     energy = magnitude.square().sum()
@@ -127,7 +134,7 @@ def test_ternarize_special_blocks(block, codes, scale):
     assert found_codes == codes and found_scale == scale
 
 
-# -- the write-back of 16-bit weights --------------------------------------------------------------------------------------------
+# -- the write-back of 16-bit weights ------------------------------------------------------------
 
 FORMATS = {torch.bfloat16: (7, -126, twin.stochastic_bf16), torch.float16: (10, -14, twin.stochastic_fp16)}
 NUMBERS = [1.0, 1.003, 1.9999, -1.003, 0.1, -0.1, 3.14159, 1e-3, -12345.678, 65503.9]
@@ -141,7 +148,9 @@ def neighbours(x: float, mantissa: int, min_exponent: int) -> tuple[float, float
 
 @pytest.mark.parametrize("dtype, x", [(d, x) for d in FORMATS for x in NUMBERS + SUBNORMAL[d]])
 def test_write_back_is_unbiased_and_takes_neighbours_only(dtype, x):
-    """Exact for bf16, whose 16 dropped bits meet 16 random ones. fp16 meets 13 dropped bits with 13 random ones; a subnormal weight drops more, and P may be off by 2^-13."""
+    """Exact for bf16, whose 16 dropped bits meet 16 random ones. fp16 meets 13 dropped bits with 13 random ones; a
+    subnormal weight drops more, and P may be off by 2^-13.
+    """
     mantissa, min_exponent, _ = FORMATS[dtype]
     x = torch.tensor(x).item()
     new = write_back(torch.full((65536,), x), dtype, as_int32(HASHES_OF_ALL_NOISE)).double()
@@ -162,7 +171,9 @@ def test_write_back_equals_the_twin(dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_write_back_leaves_every_representable_number(dtype):
-    """All 2^16 of them, with the least and the most noise, so that a weight whose update is zero never moves. Infinities stay, NaN stays NaN."""
+    """All 2^16 of them, with the least and the most noise, so that a weight whose update is zero never moves.
+    Infinities stay, NaN stays NaN.
+    """
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     for noise in (0, 1, 32768, 65535):
         hashes = as_int32(HASHES_OF_ALL_NOISE[noise]).expand(2**16)
@@ -190,7 +201,7 @@ def test_write_back_keeps_fp32():
     assert reference._write_back(x, torch.float32, SCALARS, lambda: pytest.fail("asks for random bits")) is x
 
 
-# -- the hash over a matrix ------------------------------------------------------------------------------------------------------
+# -- the hash over a matrix ----------------------------------------------------------------------
 
 
 def test_hash_does_not_depend_on_the_tile():
@@ -202,7 +213,9 @@ def test_hash_does_not_depend_on_the_tile():
 
 
 def test_hash_looks_random_along_rows_and_columns():
-    """Uniform numbers of 1000 x 1000 elements: mean, variance and neighbour correlations within six standard deviations."""
+    """Uniform numbers of 1000 x 1000 elements: mean, variance and neighbour correlations within six standard
+    deviations.
+    """
     u = reference.uniform(reference._hash(7, slice(0, 1000), slice(0, 1000), torch.device("cpu"))).double() - 0.5
     six = 6 / 1000 / 12  # of a product of two such numbers
     assert abs(u.mean()) < 6 * math.sqrt(1 / 12) / 1000

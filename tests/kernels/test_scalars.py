@@ -14,7 +14,9 @@ from tests.reference import ternary_twin as twin
 
 
 def exact_carry(beta1: float, step: int) -> Fraction:
-    """The defining series in fractions, cut where its terms are below 1e-18 of the first, denominators shortened to 200 bits."""
+    """The defining series in fractions, cut where its terms are below 1e-18 of the first, denominators shortened to 200
+    bits.
+    """
     b = Fraction(beta1)
     power, grown, total = Fraction(1), b**step, Fraction(0)
     one = 1 << 200
@@ -39,9 +41,12 @@ def test_carry_weight_in_the_limit():
 def test_carry_weight_next_to_one(beta1):
     """The optimizer accepts these; the defining series has 40 / (1 - beta1) terms and would not end."""
     assert carry_weight(beta1, 10**15) == pytest.approx(beta1 / (1 - beta1), rel=1e-9)
-    # at step 1 it is sum_{m>=2} beta^(m-1) / (1 - beta^m), about (log(1/x) - 1 + Euler's constant) / x with x = 1 - beta
+    # at step 1 it is sum_{m>=2} beta^(m-1) / (1 - beta^m), about (log(1/x) - 1 + Euler's constant) / x with x = 1 -
+    # beta
     x = 1 - beta1
-    assert carry_weight(beta1, 1) == pytest.approx((math.log(1 / x) - 1 + 0.5772156649) / x, rel=20 * x * math.log(1 / x))
+    assert carry_weight(beta1, 1) == pytest.approx(
+        (math.log(1 / x) - 1 + 0.5772156649) / x, rel=20 * x * math.log(1 / x)
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-3, 0.5, 0.9, 0.999, 0.999999, 1 - 1e-9])
@@ -76,7 +81,7 @@ def test_mix32_scalar_tensor_and_twin_agree():
 
 
 def test_mix32_avalanche():
-    """Every input bit flips every output bit about half the time: 4000 samples, so six standard deviations are 0.047."""
+    """Every input bit flips every output bit half the time: 4000 samples, so six standard deviations are 0.047."""
     x = torch.randint(0, 2**31 - 1, (4000,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     for bit in range(32):
         flipped = reference._mix(x) ^ reference._mix(x ^ scalars_signed(1 << bit))
@@ -105,7 +110,14 @@ def test_element_hash_equals_the_twin(key):
 
 
 def test_smallest_eps():
-    at = {"lr": 1.0, "betas": (0.9, 0.9), "weight_decay": 0.0, "parameter_key": 0, "stochastic": True, "maximize": False}
+    at = {
+        "lr": 1.0,
+        "betas": (0.9, 0.9),
+        "weight_decay": 0.0,
+        "parameter_key": 0,
+        "stochastic": True,
+        "maximize": False,
+    }
     assert StepScalars.at_step(1, eps=0.0, **at).eps == scalars.round_to_float32(1e-15)
     assert StepScalars.at_step(1, eps=1e-14, **at).eps == scalars.round_to_float32(1e-14)
 

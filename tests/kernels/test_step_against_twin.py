@@ -1,7 +1,9 @@
-"""Every number of the ternary step against the slow twin: weights and each state buffer, several steps, odd shapes, all weight dtypes.
+"""Every number of the ternary step against the slow twin: weights and each state buffer, several steps, odd shapes, all
+weight dtypes.
 
-The twin starts each step from the kernel's own state, so one legitimately different decision does not excuse all later ones. What a decision of the kernel has to be is forced outside the
-rounding margin that the twin derives; inside it either answer is right, and such elements must be as rare as the margin is narrow.
+The twin starts each step from the kernel's own state, so one legitimately different decision does not excuse all later
+ones. What a decision of the kernel has to be is forced outside the rounding margin that the twin derives; inside it
+either answer is right, and such elements must be as rare as the margin is narrow.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from hf_memopt import TacoAdamW
 from tests.cases import NON_DEFAULT, dtype_cases, parameter, shape_cases, uneven_gradient
 from tests.reference import ternary_twin as twin
 
-# u is uniform, so P(|1 - ratio - 0.75 u| < margin) <= 2 margin / 0.75, with a margin of about 40 E: 7e-6. The thresholds of the first moment are no denser.
+# u is uniform, so P(|1 - ratio - 0.75 u| < margin) <= 2 margin / 0.75, with a margin of about 40 E: 7e-6. The
+# thresholds of the first moment are no denser.
 UNFORCED_SHARE = 1e-5
-# The write-back may differ when the new weight lies within its error, at most 8 E of it here, of a rounding point; those are 2^-8 (bf16) or 2^-11 (fp16) of it apart or more.
+# The write-back may differ when the new weight lies within its error, at most 8 E of it here, of a rounding point;
+# those are 2^-8 (bf16) or 2^-11 (fp16) of it apart or more.
 UNFORCED_WEIGHTS = {torch.float32: 0.0, torch.bfloat16: 16 * twin.E * 2**8, torch.float16: 16 * twin.E * 2**11}
 STEPS = 3
 
@@ -30,13 +34,17 @@ def test_weights_and_state(kernel, shape, dtype):
 def test_defaults_and_a_gradient_of_another_dtype(kernel):
     p = parameter(9, 500, dtype=torch.bfloat16)
     gradients = [uneven_gradient(9, 500, seed=10 * t, dtype=torch.bfloat16) for t in range(4)]
-    run_against_twin(p, kernel, gradients, betas=(0.9, 0.999), eps=1e-8, lr=1e-3, weight_decay=0.01, maximize=False, seed=0)
+    run_against_twin(
+        p, kernel, gradients, betas=(0.9, 0.999), eps=1e-8, lr=1e-3, weight_decay=0.01, maximize=False, seed=0
+    )
 
 
 def test_nearest_write_back(kernel):
     for dtype in (torch.bfloat16, torch.float16):
         p = parameter(9, 500, dtype=dtype)
-        run_against_twin(p, kernel, [uneven_gradient(9, 500, seed=t, dtype=dtype) for t in range(2)], stochastic_rounding=False)
+        run_against_twin(
+            p, kernel, [uneven_gradient(9, 500, seed=t, dtype=dtype) for t in range(2)], stochastic_rounding=False
+        )
 
 
 def test_rows_and_columns_without_any_gradient(kernel):
@@ -60,7 +68,14 @@ def run_against_twin(p: torch.nn.Parameter, kernel: str, gradients: list[torch.T
     unforced, weights_unforced = 0, 0
     for t, gradient in enumerate(gradients, start=1):
         hyper = twin.Hyper(
-            t, options["lr"], *options["betas"], options["eps"], options["weight_decay"], options["seed"], "layer.weight", options["maximize"]
+            t,
+            options["lr"],
+            *options["betas"],
+            options["eps"],
+            options["weight_decay"],
+            options["seed"],
+            "layer.weight",
+            options["maximize"],
         )
         before = decoded(optimizer.state.get(p), p)
         weights = p.detach().double().reshape(n, -1).tolist()

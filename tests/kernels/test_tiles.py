@@ -20,7 +20,9 @@ def trained(shape, dtype, treatment):
     return p.detach(), optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize("treatment, dtype", [("ternary", torch.float32), ("ternary", torch.float16), ("dense", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "treatment, dtype", [("ternary", torch.float32), ("ternary", torch.float16), ("dense", torch.bfloat16)]
+)
 @pytest.mark.parametrize(**shape_cases())
 def test_result_is_independent_of_the_tiles(shape, dtype, treatment, monkeypatch):
     whole = trained(shape, dtype, treatment)

@@ -13,7 +13,13 @@ from hf_memopt import TacoAdamW
 from tests.cases import NON_DEFAULT, dtype_cases, parameter
 from tests.optim.common import snapshot, state_equal, train
 
-SHAPES = {"matrix.weight": (64, 161), "conv.weight": (33, 8, 3, 8), "small.weight": (7, 9), "norm.weight": (161,), "scale": ()}
+SHAPES = {
+    "matrix.weight": (64, 161),
+    "conv.weight": (33, 8, 3, 8),
+    "small.weight": (7, 9),
+    "norm.weight": (161,),
+    "scale": (),
+}
 OPTIONS = {key: value for key, value in NON_DEFAULT.items() if key not in ("lr", "weight_decay")}
 
 
@@ -82,7 +88,9 @@ def test_load_keeps_every_dtype(kernel, dtype):
     assert kinds == {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
 
-@pytest.mark.parametrize("before, after", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "before, after", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
+)
 def test_weights_of_another_dtype_take_the_same_state(kernel, before, after):
     optimizer, _ = make(kernel, before)
     train(optimizer, range(2))
@@ -104,7 +112,9 @@ def test_loading_does_not_alias(kernel):
     loaded = copy.deepcopy(again.state_dict())
     train(optimizer, range(2, 5))
     assert state_equal(again.state_dict(), loaded)
-    storages = [{v.data_ptr() for s in o.state.values() for v in s.values() if torch.is_tensor(v)} for o in (optimizer, again)]
+    storages = [
+        {v.data_ptr() for s in o.state.values() for v in s.values() if torch.is_tensor(v)} for o in (optimizer, again)
+    ]
     assert not storages[0] & storages[1]
 
 

@@ -55,7 +55,9 @@ def test_equals_adamw(kernel, shape, options):
 @pytest.mark.parametrize("stochastic_rounding", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_weights_are_rounded_once(kernel, dtype, stochastic_rounding):
-    """Each step from the rounded weight: a neighbour of AdamW's result when rounded stochastically, the nearest otherwise. The moments do not see the rounding."""
+    """Each step from the rounded weight: a neighbour of AdamW's result when rounded stochastically, the nearest
+    otherwise. The moments do not see the rounding.
+    """
     p = parameter(777, dtype=dtype, scale=1.0)
     ours = TacoAdamW([p], lr=1e-2, kernel=kernel, stochastic_rounding=stochastic_rounding)
     exact = torch.nn.Parameter(p.detach().double())
@@ -76,7 +78,9 @@ def test_16_bit_weights_are_rounded_once(kernel, dtype, stochastic_rounding):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_updates_below_half_a_spacing_arrive_on_average(kernel, dtype):
-    """2000 weights of 1 and an update of 1/20 of the spacing: nearest rounding never moves them; stochastic rounding moves the mean by the sum, within six standard deviations."""
+    """2000 weights of 1 and an update of 1/20 of the spacing: nearest rounding never moves them; stochastic rounding
+    moves the mean by the sum, within six standard deviations.
+    """
     spacing = 2 * tolerances.HALF_SPACING[dtype]
     steps, lr = 40, spacing / 2 / 20  # below 1 the spacing is half that above
     for stochastic in (True, False):
@@ -87,7 +91,9 @@ def test_updates_below_half_a_spacing_arrive_on_average(kernel, dtype):
             optimizer.step()
         moved = (1 - p.double()).mean().item()
         if stochastic:
-            assert moved == pytest.approx(steps * lr, abs=6 * spacing / 2 * (steps * 0.05 / 2000) ** 0.5 + 0.01 * steps * lr)
+            assert moved == pytest.approx(
+                steps * lr, abs=6 * spacing / 2 * (steps * 0.05 / 2000) ** 0.5 + 0.01 * steps * lr
+            )
         else:
             assert moved == 0
 

@@ -31,9 +31,15 @@ def no_decay(model) -> set[str]:
 
 
 def adamw(model: Net, *, named=False, grouped=True, **options) -> torch.optim.AdamW:
-    """As the Trainer makes it (``grouped``), or over all parameters in order; trained three steps with gradients of their own."""
+    """As the Trainer makes it (``grouped``), or over all parameters in order; trained three steps with gradients of
+    their own.
+    """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    cut = [[x for x in trainable if x[0] not in no_decay(model)], [x for x in trainable if x[0] in no_decay(model)]] if grouped else [trainable]
+    cut = (
+        [[x for x in trainable if x[0] not in no_decay(model)], [x for x in trainable if x[0] in no_decay(model)]]
+        if grouped
+        else [trainable]
+    )
     groups = [{"params": part if named else [p for _, p in part]} for part in cut]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, **options)
     for t in range(3):
@@ -44,7 +50,9 @@ def adamw(model: Net, *, named=False, grouped=True, **options) -> torch.optim.Ad
 
 
 def ours(model: Net, **options) -> TacoAdamW:
-    return TacoAdamW(build_param_groups(model, weight_decay=0.01, no_decay=no_decay(model)), kernel="reference", **options)
+    return TacoAdamW(
+        build_param_groups(model, weight_decay=0.01, no_decay=no_decay(model)), kernel="reference", **options
+    )
 
 
 def decoded(optimizer: TacoAdamW, name: str) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -101,7 +109,9 @@ def test_by_position():
     source = adamw(model, grouped=False)
     optimizer = TacoAdamW(trainable, kernel="reference")
     import_adamw_state(optimizer, source.state_dict())
-    named = {name: TacoAdamW([(name, p)], kernel="reference") for name, p in model.named_parameters() if p.requires_grad}
+    named = {
+        name: TacoAdamW([(name, p)], kernel="reference") for name, p in model.named_parameters() if p.requires_grad
+    }
     for (name, single), (_, _, p) in zip(named.items(), optimizer.named_params(), strict=True):
         single.state[p] = optimizer.state[p]
         assert decoded(single, name)[2] is optimizer.state[p]
@@ -150,7 +160,9 @@ def test_options_stay_and_other_state_is_replaced():
     optimizer = ours(model, lr=0.123, betas=(0.5, 0.6))
     train(optimizer, range(1))
     import_adamw_state(optimizer, source.state_dict())
-    assert {g["lr"] for g in optimizer.param_groups} == {0.123} and {g["betas"] for g in optimizer.param_groups} == {(0.5, 0.6)}
+    assert {g["lr"] for g in optimizer.param_groups} == {0.123} and {g["betas"] for g in optimizer.param_groups} == {
+        (0.5, 0.6)
+    }
     check_imported(optimizer, model, source)
 
 
@@ -165,7 +177,7 @@ def test_amsgrad_and_step_as_a_number_are_taken():
     check_imported(optimizer, model, source)
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------
 
 
 def refused(optimizer: TacoAdamW, given: dict, sentence: str, model=None) -> None:
@@ -185,7 +197,9 @@ def test_no_names_and_other_groups():
 
 
 def test_other_decay_groups_than_the_trainers():
-    """The same parameters, but the other run let the norms decay too: the order would be another, and shapes that agree would hide it."""
+    """The same parameters, but the other run let the norms decay too: the order would be another, and shapes that agree
+    would hide it.
+    """
     model = Net()
     given = adamw(model).state_dict()
     moved = given["param_groups"][1]["params"].pop(0)
@@ -195,17 +209,30 @@ def test_other_decay_groups_than_the_trainers():
 
 def test_one_group_where_the_trainer_makes_two():
     model = Net()
-    refused(ours(model), adamw(model, grouped=False).state_dict(), "groups of .8. parameters.*would make .3, 5.", model=model)
+    refused(
+        ours(model),
+        adamw(model, grouped=False).state_dict(),
+        "groups of .8. parameters.*would make .3, 5.",
+        model=model,
+    )
 
 
 def test_other_model():
     other = Net()
     other.third = nn.Linear(64, 64)
-    refused(ours(Net()), adamw(other, named=True).state_dict(), r"another model: 'third.weight' has moments of shape \(64, 64\), the parameter \(64, 161\)")
+    refused(
+        ours(Net()),
+        adamw(other, named=True).state_dict(),
+        r"another model: 'third.weight' has moments of shape \(64, 64\), the parameter \(64, 161\)",
+    )
 
 
 def test_other_names():
-    refused(TacoAdamW([("x", parameter(64, 161))], kernel="reference"), adamw(Net(), named=True).state_dict(), "no moments for any parameter")
+    refused(
+        TacoAdamW([("x", parameter(64, 161))], kernel="reference"),
+        adamw(Net(), named=True).state_dict(),
+        "no moments for any parameter",
+    )
 
 
 def test_second_moment_of_another_shape():

@@ -60,8 +60,14 @@ def test_another_optimizer(cls):
 
 
 def test_other_shapes():
-    refused(saved(make({**SHAPES, "a.weight": (64, 321)})), r"another model: 'exp_avg.codes' of 'a.weight' is uint8 \[64, 65\] where uint8 \[64, 33\] is needed")
-    refused(saved(make({**SHAPES, "c.bias": (8,)})), r"another model: 'exp_avg' of 'c.bias' is float32 \[8\] where float32 \[9\] is needed")
+    refused(
+        saved(make({**SHAPES, "a.weight": (64, 321)})),
+        r"another model: 'exp_avg.codes' of 'a.weight' is uint8 \[64, 65\] where uint8 \[64, 33\] is needed",
+    )
+    refused(
+        saved(make({**SHAPES, "c.bias": (8,)})),
+        r"another model: 'exp_avg' of 'c.bias' is float32 \[8\] where float32 \[9\] is needed",
+    )
 
 
 def test_other_shapes_whose_codes_agree():
@@ -70,7 +76,10 @@ def test_other_shapes_whose_codes_agree():
 
 
 def test_other_names():
-    refused(saved(make({"x.weight": (64, 161), "b.weight": (70, 80), "c.bias": (9,)})), "another model: it has 'x.weight' where this one has 'a.weight'")
+    refused(
+        saved(make({"x.weight": (64, 161), "b.weight": (70, 80), "c.bias": (9,)})),
+        "another model: it has 'x.weight' where this one has 'a.weight'",
+    )
 
 
 def test_same_shapes_in_another_order():
@@ -129,7 +138,11 @@ def test_an_unknown_entry():
     refused(given, "other moments for 'a.weight'")
 
 
-@pytest.mark.parametrize("given", [{}, {"state": {}}, {"param_groups": []}, {"state": {}, "param_groups": []}, {"model.weight": torch.zeros(3)}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"state": {}}, {"param_groups": []}, {"state": {}, "param_groups": []}, {"model.weight": torch.zeros(3)}],
+    ids=str,
+)
 def test_not_a_state_of_an_optimizer(given):
     refused(given, "optimizer")
 

@@ -92,7 +92,9 @@ def test_smollm2_135m_declared():
 
 
 def test_smollm2_135m_scaled_down_measured(kernel):
-    """Two of its thirty layers and a twelfth of its vocabulary, real tensors: the declaration on meta holds to the byte. The vectors weigh no more here than there."""
+    """Two of its thirty layers and a twelfth of its vocabulary, real tensors: the declaration on meta holds to the
+    byte. The vectors weigh no more here than there.
+    """
     changes = {"num_hidden_layers": 2, "vocab_size": 4096}
     with torch.device("meta"):
         declared = TacoAdamW(groups_of(llama(**changes)), kernel="reference").memory_report()
@@ -111,13 +113,26 @@ def test_rows_say_why():
     optimizer = TacoAdamW(groups, kernel="reference")
     report = optimizer.memory_report(model)
     rows = {(row.treatment, row.reason, row.weight_decay): row for row in report.rows}
-    assert set(rows) == {("ternary", "matrix", 0.1), ("dense", "vector", 0.0), ("dense", "not in optim_target_modules", 0.1)}
+    assert set(rows) == {
+        ("ternary", "matrix", 0.1),
+        ("dense", "vector", 0.0),
+        ("dense", "not in optim_target_modules", 0.1),
+    }
     assert rows["ternary", "matrix", 0.1].tensors == 3
     assert report.frozen_parameters == 128 * 576
     assert rows["dense", "vector", 0.0].bits_per_parameter >= 64
 
     table = report.table()
-    for text in ("ternary", "dense", "vector", "not in optim_target_modules", "frozen", "declared", "kernel reference", f"{report.parameters:,}"):
+    for text in (
+        "ternary",
+        "dense",
+        "vector",
+        "not in optim_target_modules",
+        "frozen",
+        "declared",
+        "kernel reference",
+        f"{report.parameters:,}",
+    ):
         assert text in table
     assert len({len(line) for line in table.splitlines()[1:]}) == 1, "columns are aligned"
 
@@ -135,6 +150,17 @@ def test_an_empty_report():
     assert GroupRow("dense", "vector", 0.0, 1, 0, 4).bits_per_parameter == 0.0
 
 
-@pytest.mark.parametrize("n, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), (2**20, "1.00 MiB"), (2**30, "1.00 GiB"), (2**60, "1048576.00 TiB")])
+@pytest.mark.parametrize(
+    "n, text",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (2**20, "1.00 MiB"),
+        (2**30, "1.00 GiB"),
+        (2**60, "1048576.00 TiB"),
+    ],
+)
 def test_human_bytes(n, text):
     assert human_bytes(n) == text

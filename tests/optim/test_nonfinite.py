@@ -84,7 +84,9 @@ def test_skips_are_counted_over_steps_and_saved(kernel, shape):
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("shape", [(64, 100), (500,)], ids=str)
 def test_finite_but_too_large_to_square(kernel, shape, maximize):
-    """1e20 would make the second moment infinite for a thousand steps: such a gradient is as bad as an infinite one. The limit itself is still taken."""
+    """1e20 would make the second moment infinite for a thousand steps: such a gradient is as bad as an infinite one.
+    The limit itself is still taken.
+    """
     limit = torch.tensor(MAX_GRADIENT)  # in single precision
     beyond = torch.nextafter(limit, torch.tensor(torch.inf))
     for value, skipped in ((1e20, True), (beyond, True), (-beyond, True), (limit, False), (-limit, False)):
@@ -113,7 +115,9 @@ def test_extreme_but_legal_gradients_stay_finite(kernel, shape, scale):
 
 @pytest.mark.parametrize("shape", [(64, 400), (500,)], ids=str)
 def test_huge_and_tiny_side_by_side(kernel, shape):
-    """Rows and columns forty orders of magnitude apart make products of the factors leave single precision on both sides."""
+    """Rows and columns forty orders of magnitude apart make products of the factors leave single precision on both
+    sides.
+    """
     p = parameter(*shape)
     optimizer = TacoAdamW([p], lr=0.01, kernel=kernel)
     for t in range(6):

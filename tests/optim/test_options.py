@@ -18,7 +18,9 @@ both_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 @both_shapes
 @pytest.mark.parametrize(**dtype_cases())
 def test_all_zero_gradients(kernel, shape, dtype):
-    """From the first step on: all keys exist, only weight decay moves the weights, and real gradients are taken up afterwards."""
+    """From the first step on: all keys exist, only weight decay moves the weights, and real gradients are taken up
+    afterwards.
+    """
     p = parameter(*shape, dtype=dtype)
     before = p.detach().clone()
     optimizer = TacoAdamW([p], lr=0.1, weight_decay=0.0, kernel=kernel)
@@ -57,7 +59,9 @@ def test_lr_zero(kernel, shape, dtype):
 @both_shapes
 @pytest.mark.parametrize("betas", [(0.0, 0.999), (0.9, 0.0), (0.0, 0.0)], ids=str)
 def test_betas_of_zero(kernel, shape, betas):
-    """beta1 = 0: nothing is carried and the update is the gradient's alone. beta2 = 0: |update| is 1 where the momentum is the gradient."""
+    """beta1 = 0: nothing is carried and the update is the gradient's alone. beta2 = 0: |update| is 1 where the momentum
+    is the gradient.
+    """
     p = parameter(*shape)
     optimizer = TacoAdamW([p], lr=1.0, betas=betas, weight_decay=0.0, kernel=kernel)
     for t in range(3):
@@ -74,7 +78,7 @@ def test_betas_of_zero(kernel, shape, betas):
 @both_shapes
 @pytest.mark.parametrize(**dtype_cases())
 def test_eps_zero(kernel, shape, dtype):
-    """Where no gradient has been the weight stays (0 / 0 elsewhere); a gradient whose square underflows does no harm."""
+    """Where no gradient has been the weight stays (not 0 / 0); a gradient whose square underflows does no harm."""
     p = parameter(*shape, dtype=dtype)
     before = p.detach().clone()
     optimizer = TacoAdamW([p], lr=0.1, eps=0.0, weight_decay=0.0, kernel=kernel)
@@ -122,13 +126,18 @@ def test_stochastic_rounding_off(kernel, shape, dtype):
 @both_shapes
 def test_lr_as_a_tensor(kernel, shape):
     p, q = parameter(*shape), parameter(*shape)
-    plain, tensor = TacoAdamW([p], lr=0.01, kernel=kernel), TacoAdamW([q], lr=torch.tensor(0.01, dtype=torch.float64), kernel=kernel)
+    plain, tensor = (
+        TacoAdamW([p], lr=0.01, kernel=kernel),
+        TacoAdamW([q], lr=torch.tensor(0.01, dtype=torch.float64), kernel=kernel),
+    )
     train(plain, range(2))
     train(tensor, range(2))
     assert torch.equal(p, q)
     again = TacoAdamW([parameter(*shape)], kernel=kernel)
     again.load_state_dict(tensor.state_dict())
-    assert float(again.param_groups[0]["lr"]) == 0.01 and again.param_groups[0]["lr"] is not tensor.param_groups[0]["lr"]
+    assert (
+        float(again.param_groups[0]["lr"]) == 0.01 and again.param_groups[0]["lr"] is not tensor.param_groups[0]["lr"]
+    )
 
 
 def test_closure(kernel):
@@ -213,7 +222,9 @@ def test_scheduler_and_optimizer_are_restored_together(kernel):
 
 
 def test_gradient_scaler(kernel):
-    """``torch.amp.GradScaler``: unscaled gradients arrive; an overflow anywhere skips the whole step, lowers the scale and is not counted as ours."""
+    """``torch.amp.GradScaler``: unscaled gradients arrive; an overflow anywhere skips the whole step, lowers the scale
+    and is not counted as ours.
+    """
     p, q, reference = parameter(64, 100), parameter(30), parameter(64, 100)
     optimizer, plain = TacoAdamW([p, q], kernel=kernel), TacoAdamW([reference], kernel=kernel)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -247,7 +258,9 @@ def test_step_hooks_and_profiling_wrappers(kernel):
 def test_no_warnings(kernel):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(TacoAdamW([parameter(64, 161, dtype=torch.bfloat16), parameter(9)], kernel=kernel, **NON_DEFAULT), range(2))
+        train(
+            TacoAdamW([parameter(64, 161, dtype=torch.bfloat16), parameter(9)], kernel=kernel, **NON_DEFAULT), range(2)
+        )
 
 
 def test_two_runs_are_bit_equal_whatever_the_global_generator(kernel):

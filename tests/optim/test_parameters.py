@@ -95,7 +95,17 @@ def test_a_view_into_a_larger_tensor_stays_inside_it(kernel, gradient_dtype):
     assert torch.equal(whole, before)
 
 
-@pytest.mark.parametrize("shape, treatment", [((0,), "auto"), ((0, 5), "auto"), ((5, 0), "auto"), ((0, 5), "ternary"), ((5, 0), "ternary"), ((0, 200), "ternary")])
+@pytest.mark.parametrize(
+    "shape, treatment",
+    [
+        ((0,), "auto"),
+        ((0, 5), "auto"),
+        ((5, 0), "auto"),
+        ((0, 5), "ternary"),
+        ((5, 0), "ternary"),
+        ((0, 200), "ternary"),
+    ],
+)
 def test_empty_parameters(kernel, shape, treatment):
     p = torch.nn.Parameter(torch.zeros(shape))
     optimizer = TacoAdamW([{"params": [p], "treatment": treatment}], kernel=kernel)
@@ -179,13 +189,16 @@ def test_a_row_that_gets_its_first_gradient_late(kernel):
         optimizer.step()
         if t == 50:
             moved = (p - before)[7].abs()
-            # the whole effect that one gradient has in AdamW, sum of beta1^j over the root of 1 - beta2, is the most that can come at once
+            # the whole effect that one gradient has in AdamW, sum of beta1^j over the root of 1 - beta2, is the most
+            # that can come at once
             assert 0 < moved.min() and moved.max() <= 0.01 * 1.01 / (1 - 0.999) ** 0.5
     assert p.isfinite().all()
 
 
 def test_add_param_group_in_mid_training(kernel):
-    """The new group starts at step 1 with the defaults and its own options; the old ones go on as if nothing had happened."""
+    """The new group starts at step 1 with the defaults and its own options; the old ones go on as if nothing had
+    happened.
+    """
     first, second, alone = parameter(64, 100), parameter(50, 161, seed=1), parameter(64, 100)
     optimizer, single = TacoAdamW([("a", first)], kernel=kernel), TacoAdamW([("a", alone)], kernel=kernel)
     train(optimizer, range(3))
@@ -206,9 +219,14 @@ def test_several_groups_with_their_own_options(kernel):
     ]
     shapes = [(64, 100), (70, 161), (64, 64)]
     together = [parameter(*s, dtype=torch.bfloat16) for s in shapes]
-    optimizer = TacoAdamW([{"params": [(f"p{i}", p)], **o} for i, (p, o) in enumerate(zip(together, options, strict=True))], kernel=kernel)
+    optimizer = TacoAdamW(
+        [{"params": [(f"p{i}", p)], **o} for i, (p, o) in enumerate(zip(together, options, strict=True))], kernel=kernel
+    )
     alone = [parameter(*s, dtype=torch.bfloat16) for s in shapes]
-    singles = [TacoAdamW([{"params": [(f"p{i}", p)], **o}], kernel=kernel) for i, (p, o) in enumerate(zip(alone, options, strict=True))]
+    singles = [
+        TacoAdamW([{"params": [(f"p{i}", p)], **o}], kernel=kernel)
+        for i, (p, o) in enumerate(zip(alone, options, strict=True))
+    ]
     for t in range(3):
         for a, b in zip(together, alone, strict=True):
             a.grad = randn(*a.shape, seed=t, dtype=torch.bfloat16)
@@ -219,7 +237,7 @@ def test_several_groups_with_their_own_options(kernel):
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int32, torch.float8_e4m3fn], ids=str)
@@ -231,7 +249,10 @@ def test_dtypes_without_a_kernel_are_refused(dtype):
 
 def test_a_refused_group_is_not_added():
     optimizer = TacoAdamW([parameter(64, 100)], kernel="reference")
-    for group in ({"params": [torch.zeros(3, dtype=torch.float64, requires_grad=True)]}, {"params": [parameter(9)], "treatment": "ternary"}):
+    for group in (
+        {"params": [torch.zeros(3, dtype=torch.float64, requires_grad=True)]},
+        {"params": [parameter(9)], "treatment": "ternary"},
+    ):
         with pytest.raises(ValueError):
             optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
@@ -245,7 +266,10 @@ def test_sparse_gradients_are_refused_before_anything_is_changed(kernel):
     first.grad = randn(64, 100)
     embedding(torch.tensor([1, 2])).sum().backward()
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="dense gradients, but that of embedding.weight is sparse: build the embedding with sparse=False"):
+    with pytest.raises(
+        ValueError,
+        match="dense gradients, but that of embedding.weight is sparse: build the embedding with sparse=False",
+    ):
         optimizer.step()
     assert state_equal(snapshot(optimizer), before)
 

@@ -14,7 +14,9 @@ from tests.optim.common import state_equal
 
 
 def gaussian_theory() -> tuple[float, float]:
-    """(share of zeros, share of energy not held) for a Gaussian block: threshold c = 0.7 E|x|, one scale, the mean of what is kept."""
+    """(share of zeros, share of energy not held) for a Gaussian block: threshold c = 0.7 E|x|, one scale, the mean of
+    what is kept.
+    """
     c = 0.7 * math.sqrt(2 / math.pi)
     kept = math.erfc(c / math.sqrt(2))
     kept_magnitude = math.sqrt(2 / math.pi) * math.exp(-c * c / 2)
@@ -28,7 +30,9 @@ def step_with_statistics(optimizer) -> dict[str, float]:
 
 
 def test_gaussian_momentum(kernel):
-    """409600 elements, of which 65280 are sampled: six standard deviations of a share are 0.012; the scale of a block of 160 adds its own few thousandths."""
+    """409600 elements, of which 65280 are sampled: six standard deviations of a share are 0.012; the scale of a block
+    of 160 adds its own few thousandths.
+    """
     p = parameter(256, 1600)
     optimizer = TacoAdamW([p], kernel=kernel, betas=(0.9, 0.999))
     p.grad = randn(256, 1600, seed=1)

@@ -1,6 +1,7 @@
 """A step needs no memory of the parameter's size: its temporaries stay below 64 MB whatever the shape.
 
-Measured on the process, in a fresh one: the peak of its resident memory while a step runs, less what it held before and less the state that the step creates.
+Measured on the process, in a fresh one: the peak of its resident memory while a step runs, less what it held before and
+less the state that the step creates.
 """
 
 from __future__ import annotations
@@ -50,9 +51,16 @@ print(json.dumps([temporaries(*case) for case in json.loads(sys.argv[2])]))
 @pytest.mark.skipif(sys.platform != "linux", reason="resets the peak of resident memory through /proc")
 def test_peak_of_the_process(kernel):
     cases = [(shape, "float32", False) for shape in SHAPES.values()]
-    cases += [(SHAPES["long row"], "float32", True), (SHAPES["long column"], "float32", True), (SHAPES["square"], "bfloat16", False)]
+    cases += [
+        (SHAPES["long row"], "float32", True),
+        (SHAPES["long column"], "float32", True),
+        (SHAPES["square"], "bfloat16", False),
+    ]
     command = [sys.executable, "-c", MEASURE, kernel, json.dumps(cases)]
-    at_once = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed blocks go back at once and serve no later case unseen
+    at_once = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }  # freed blocks go back at once and serve no later case unseen
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=at_once)
     peaks = dict(zip(map(str, cases), json.loads(done.stdout), strict=True))
     assert all(peak < LIMIT for peak in peaks.values()), peaks

@@ -1,20 +1,25 @@
-"""The ternary step once more, from the equations alone: Python floats (double precision), loops, digits by plain division.
+"""The ternary step once more, from the equations alone: Python floats (double precision), loops, digits by plain
+division.
 
-It shares nothing with the package. Its job is to say, for one step from a given state, what the exact numbers are and how far a correct single-precision kernel may be from them.
-A kernel that rounds every operation to nearest stays within the ``*_error`` values below; a decision (keep or drop, exponent up or down) is forced unless its margin is within them.
+It shares nothing with the package. Its job is to say, for one step from a given state, what the exact numbers are and
+how far a correct single-precision kernel may be from them. A kernel that rounds every operation to nearest stays within
+the ``*_error`` values below; a decision (keep or drop, exponent up or down) is forced unless its margin is within them.
 
 The equations (W weight n x k, G gradient, t the step from 1, q and d decoded from the old state):
 
     m    = b1 q + (1 - b1) G
     R, C = b2 R + (1 - b2) (mean_j G^2 + 1e-30),   b2 C + (1 - b2) (mean_i G^2 + 1e-30)
     v    = b2 (R_old C_old / mean R_old) 4^d + (1 - b2) G^2        (no first term when t = 1)
-    keep = |m| > 0.7 mean_block |m|            scale = mean of the kept |m|, in bfloat16           q' = sign(m) scale where kept
-    d'   = +1 if ratio - 1 > 3 u;  -1 if 1 - ratio > 0.75 u;  else 0         ratio = v mean R / (R C), u uniform of (seed, name, t, i, j)
-    U    = (m / (1 - b1^t) + carry (m - q')) / (sqrt(v / (1 - b2^t)) + eps)            carry = sum_{j>=1} b1^j / (1 - b1^(t+j))
+    keep = |m| > 0.7 mean_block |m|            scale = mean of the kept |m|, in bfloat16           q' = sign(m) scale
+    where kept
+    d'   = +1 if ratio - 1 > 3 u;  -1 if 1 - ratio > 0.75 u;  else 0         ratio = v mean R / (R C), u uniform of
+    (seed, name, t, i, j)
+    U    = (m / (1 - b1^t) + carry (m - q')) / (sqrt(v / (1 - b2^t)) + eps)            carry = sum_{j>=1} b1^j / (1 -
+    b1^(t+j))
     W    = W (1 - lr wd) - lr U
 
-Rounding: ``E`` is half an ulp of single precision, relative. Every constant (b1, 1 - b1, ...) is rounded once: one E each. Bounds are to first order in E, plus one more E for
-the orders above.
+Rounding: ``E`` is half an ulp of single precision, relative. Every constant (b1, 1 - b1, ...) is rounded once: one E
+each. Bounds are to first order in E, plus one more E for the orders above.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 
 
-# -- the code layout ------------------------------------------------------------------------------------------------------------
+# -- the code layout -----------------------------------------------------------------------------
 
 
 def digits_of_byte(byte: int) -> list[int]:
@@ -77,7 +82,7 @@ def encode_row(codes: list[int]) -> list[int]:
     return row
 
 
-# -- random numbers -------------------------------------------------------------------------------------------------------------
+# -- random numbers ------------------------------------------------------------------------------
 
 
 def mix(x: int) -> int:
@@ -93,7 +98,7 @@ def hash_of(seed: int, name: str, step: int, i: int, j: int) -> int:
     return mix(mix(key + i * _GOLDEN) + j)
 
 
-# -- rounding to the storage dtypes ---------------------------------------------------------------------------------------------
+# -- rounding to the storage dtypes --------------------------------------------------------------
 
 
 def round_nearest(x: float, mantissa: int, min_exponent: int) -> float:
@@ -128,7 +133,7 @@ def stochastic_fp16(x: float, h: int) -> float:
     return units * 2.0 ** (exponent - 10)
 
 
-# -- the step -------------------------------------------------------------------------------------------------------------------
+# -- the step ------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -172,7 +177,9 @@ class Step:
     codes: list[list[int]] = field(default_factory=list)
     codes_forced: list[list[bool]] = field(default_factory=list)
     exponents: list[list[int]] = field(default_factory=list)
-    exponents_forced: list[list[bool | None]] = field(default_factory=list)  # None: beyond single precision, nothing is claimed
+    exponents_forced: list[list[bool | None]] = field(
+        default_factory=list
+    )  # None: beyond single precision, nothing is claimed
     hashes: list[list[int]] = field(default_factory=list)
 
 
@@ -183,7 +190,9 @@ _RATIO_ERROR = _V_ERROR + 3 * FACTOR_ERROR + 5 * E  # R', C' and mean R' as comp
 
 
 def ternary_step(grad: list[list[float]], old: State, hyper: Hyper) -> Step:
-    """One step, up to the codes. The weights follow from ``updated_weight``, given the codes and scales that were really stored."""
+    """One step, up to the codes. The weights follow from ``updated_weight``, given the codes and scales that were
+    really stored.
+    """
     n, k = len(grad), len(grad[0])
     sign = -1.0 if hyper.maximize else 1.0
     b1, b2 = hyper.beta1, hyper.beta2
@@ -206,7 +215,10 @@ def ternary_step(grad: list[list[float]], old: State, hyper: Hyper) -> Step:
             exponents.append(int(ratio - 1 > 3 * u) - int(1 - ratio > 0.75 * u))
             # beside the ratio's own error: one subtraction, the product of u with its factor
             margin = _RATIO_ERROR * ratio + E * abs(ratio - 1) + E * 3 * u
-            if min(v[j], old.row[i] * old.col[j] / old_mean if old_mean else 1.0) < 2.0**-126 or mean / (row[i] * col[j]) > 2.0**127:
+            if (
+                min(v[j], old.row[i] * old.col[j] / old_mean if old_mean else 1.0) < 2.0**-126
+                or mean / (row[i] * col[j]) > 2.0**127
+            ):
                 forced.append(None)
             else:
                 forced.append(abs(ratio - 1 - 3 * u) > margin and abs(1 - ratio - 0.75 * u) > margin)
@@ -230,18 +242,23 @@ def _kept(m: list[float], m_error: list[float], k: int) -> tuple[list[int], list
         for j in inside:
             kept = abs(m[j]) > threshold
             codes.append((1 if m[j] > 0 else -1) if kept else 0)
-            # an element that is exactly zero together with its whole block, or alone, is never kept, whatever the rounding
+            # an element that is exactly zero together with its whole block, or alone, is never kept, whatever the
+            # rounding
             forced.append(abs(abs(m[j]) - threshold) > m_error[j] + threshold_error or (m[j] == 0 and m_error[j] == 0))
     return codes, forced
 
 
 def block_scale(m: list[float], m_error: list[float], codes: list[int]) -> tuple[float, float]:
-    """Mean magnitude of the kept elements of a block before its rounding to bf16, and the error a kernel may make in it."""
+    """Mean magnitude of the kept elements of a block before its rounding to bf16, and the error a kernel may make in
+    it.
+    """
     kept = [j for j, code in enumerate(codes) if code]
     if not kept:
         return 0.0, 0.0
     mean = math.fsum(abs(m[j]) for j in kept) / len(kept)
-    return mean, 11 * E * mean + math.fsum(m_error[j] for j in kept) / len(kept)  # nine additions, one quotient, one spare
+    return mean, 11 * E * mean + math.fsum(m_error[j] for j in kept) / len(
+        kept
+    )  # nine additions, one quotient, one spare
 
 
 def updated_weight(weight: float, m: float, m_error: float, q: float, v: float, hyper: Hyper) -> tuple[float, float]:
