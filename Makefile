@@ -5,7 +5,7 @@ PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c requir
 RUN = $(VENV)/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: demo test check assets bench clean
+.PHONY: demo test check assets bench bench-step clean
 .DELETE_ON_ERROR:
 
 demo: assets ## fine-tune SmolLM2-135M twice and compare: table and plot in output/demo
@@ -23,6 +23,10 @@ assets: $(VENV)/.demo ## fetch the demo's model and texts into .demo: pinned, ha
 bench: assets $(VENV)/.test ## the quality figures: hours; stop it at any moment and call it again
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.quality --plan adamw_torch taco_adamw --dtype float32 bfloat16
 	$(RUN) -m benchmarks.tables
+
+bench-step: $(VENV)/.test ## time and memory of one optimizer step, ours and others'; stop and call again as you like
+	$(PIP) --no-deps -r requirements/peers.txt
+	$(RUN) -m benchmarks.optimizer_step --all
 
 clean:
 	rm -rf $(VENV) output build dist *.egg-info
