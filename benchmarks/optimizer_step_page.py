@@ -95,7 +95,7 @@ def panel(axes: Any, result: dict[str, Any]) -> None:
     axes.set(xscale="log", yscale="log")
     low, high = min(x) / 1.6, max(x) * 1.6
     axes.set_xlim(low, high)
-    axes.set_ylim(min(y) / 1.8, max(y) * 1.8)
+    axes.set_ylim(min(r["seconds"]["min"] for _, r in points) / 1.5, max(r["seconds"]["max"] for _, r in points) * 1.5)
     bottom, top = (math.log(limit) for limit in axes.get_ylim())
     places = apart([(math.log(t) - bottom) / (top - bottom) for t in y], 0.058)
     shift = max(0.0, places[-1] - 0.98) - max(0.0, 0.02 - places[0])

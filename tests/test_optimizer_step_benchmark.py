@@ -93,7 +93,8 @@ def test_temporaries_are_seen():
 
 def optimizer_step_rise(size: int) -> int | None:
     """In a process of its own: the measurement changes how the process takes memory."""
-    code = f"import torch; from benchmarks.optimizer_step import temporaries as t; print(t(lambda: torch.ones({size // 4})))"
+    step = f"lambda: torch.ones({size // 4})"
+    code = f"import torch; from benchmarks.optimizer_step import temporaries; print(temporaries({step}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.replace("None", "null"))
 
