@@ -18,13 +18,15 @@ from hf_memopt import kernels
 CPU_KERNELS = ("reference", "compiled")
 
 
-@pytest.fixture(autouse=True)
-def _same_start():
-    threads = torch.get_num_threads()
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Of the session, so that fixtures of whole modules have it too: threads that wait for busy cores cost minutes."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_seed():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
