@@ -9,6 +9,7 @@ float64 gradient) the reference does instead, with the same numbers.
 from __future__ import annotations
 
 import ctypes
+import operator
 from functools import lru_cache
 
 import torch
@@ -18,7 +19,7 @@ from . import build, reference, trits
 from .scalars import StepScalars
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NO_MEMORY = -1
+_NO_MEMORY, _DONE = -1, 1
 _ELEMENTS_A_THREAD = 1 << 16  # below that, starting a thread costs more than it gains
 
 
@@ -70,7 +71,7 @@ class _Tensors(ctypes.Structure):
     ]
 
 
-_SCALARS = tuple(name for name, _ in _Scalars._fields_)
+_in_order = operator.attrgetter(*[name for name, _ in _Scalars._fields_])
 
 
 def available() -> tuple[bool, str]:
@@ -144,49 +145,45 @@ def _require_library() -> ctypes.CDLL:
 
 def _takes(param: Tensor, grad: Tensor) -> bool:
     """Whether the C code takes this weight and gradient: its three dtypes, adjacent columns."""
-    if param.shape != grad.shape:
-        raise ValueError(f"The gradient has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}.")
+    shape = param.shape
+    if shape != grad.shape:
+        raise ValueError(f"The gradient has shape {tuple(grad.shape)}, its parameter {tuple(shape)}.")
     return (
         param.dtype in _DTYPES
         and grad.dtype in _DTYPES
-        and param.device.type == grad.device.type == "cpu"
-        and param.shape[1] < 1 << 31
-        and (param.shape[1] == 1 or param.stride(1) == grad.stride(1) == 1)
+        and param.is_cpu
+        and grad.is_cpu
+        and shape[1] < 1 << 31
+        and (shape[1] == 1 or param.stride(1) == grad.stride(1) == 1)
     )
 
 
 def _check(name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if (
-        tuple(buffer.shape) != shape
-        or buffer.dtype != dtype
-        or not buffer.is_contiguous()
-        or buffer.device.type != "cpu"
-    ):
-        raise ValueError(
-            f"The state {name} is {buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device.type}, "
-            f"not contiguous {dtype} of shape {shape} on cpu."
-        )
+    if buffer.shape == shape and buffer.dtype is dtype and buffer.is_cpu and buffer.is_contiguous():
+        return
+    raise ValueError(
+        f"The state {name} is {buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device.type}, "
+        f"not contiguous {dtype} of shape {shape} on cpu."
+    )
 
 
 def _tensors(param: Tensor, grad: Tensor) -> _Tensors:
+    rows, cols = param.shape
     return _Tensors(
-        rows=param.shape[0],
-        cols=param.shape[1],
-        param=param.data_ptr(),
-        grad=grad.data_ptr(),
-        param_stride=param.stride(0),
-        grad_stride=grad.stride(0),
-        param_dtype=_DTYPES[param.dtype],
-        grad_dtype=_DTYPES[grad.dtype],
+        rows,
+        cols,
+        param.data_ptr(),
+        grad.data_ptr(),
+        param.stride(0),
+        grad.stride(0),
+        _DTYPES[param.dtype],
+        _DTYPES[grad.dtype],
     )
 
 
 def _run(function, tensors: _Tensors, scalars: StepScalars) -> bool:
     threads = max(1, min(torch.get_num_threads(), tensors.rows * tensors.cols // _ELEMENTS_A_THREAD))
-    in_c = _Scalars(*[getattr(scalars, name) for name in _SCALARS])
-    result = function(ctypes.byref(tensors), ctypes.byref(in_c), threads)
+    result = function(tensors, _Scalars(*_in_order(scalars)), threads)
     if result == _NO_MEMORY:
-        raise MemoryError(
-            f"No memory for the row and column sums of a parameter of shape ({tensors.rows}, {tensors.cols})."
-        )
-    return bool(result)
+        raise MemoryError(f"No memory for the sums of a parameter of shape ({tensors.rows}, {tensors.cols}).")
+    return result == _DONE

@@ -71,6 +71,7 @@ typedef struct {
     float lane_sums[SEGMENT_BLOCKS][PLANE];  /* of |m|, then of the kept |m|: planes added in order */
     float stored_scale[SEGMENT_BLOCKS], new_scale[SEGMENT_BLOCKS], threshold[SEGMENT_BLOCKS];
     uint8_t codes[2][SEGMENT + 2 * PLANE];   /* digits, and whatever else the stages pass on */
+    uint16_t up[BLOCK / LANES + 6], down[BLOCK / LANES + 6]; /* of a narrow block: which exponents d become 1 and -1, one bit an element */
     const float *c, *c_inv;                  /* the columns' factors, padded with zeros to a multiple of LANES */
     const float *g;
     float *w;
@@ -82,7 +83,6 @@ typedef struct {
     float a, a_inv;                          /* the row's factors */
     uint32_t key;                            /* row key + first column */
     int width, blocks, full_blocks;          /* elements; blocks, how many of them full */
-    int plain;                               /* (a c) 4^d cannot meet a subnormal number or an overflow */
     int w_is_copy;
 } Segment;
 
@@ -211,7 +211,6 @@ typedef struct Job {
     float *a_inv, *c_inv;         /* (rows,), (cols,) padded */
     _Alignas(LINE) float last_c[SEGMENT]; /* the stored column factors of a row's last segment, padded: t->col is not */
     float mean;                   /* of the stored row factors */
-    float least_c, greatest_c;    /* least nonzero, greatest */
     void (*work)(struct Job *, int thread);
 } Job;
 
@@ -394,15 +393,7 @@ static void factors(Job *job) {
         const double *part = job->col_sums + chunk * t->cols;
         for (int64_t j = 0; j < t->cols; j++) job->col_sums[j] += part[j];
     }
-    uint32_t least = bits_of(1.0f), greatest = 0; /* of the factors' bits, ordered as the factors: they are not negative */
-    for (int64_t j = 0; j < t->cols; j++) {
-        job->c_inv[j] = 1.0f / new_col(job, j);
-        uint32_t b = bits_of(t->col[j]), nonzero = b ? b : least;
-        least = nonzero < least ? nonzero : least;
-        greatest = b > greatest ? b : greatest;
-    }
-    job->least_c = float_of(least);
-    job->greatest_c = float_of(greatest);
+    for (int64_t j = 0; j < t->cols; j++) job->c_inv[j] = 1.0f / new_col(job, j);
     const int64_t last = (t->cols - 1) / SEGMENT * SEGMENT;
     memcpy(job->last_c, t->col + last, (size_t)(t->cols - last) * sizeof(float));
 
@@ -424,12 +415,6 @@ static void store_factors(const Job *job) {
 
 /* ---- pass 2 ------------------------------------------------------------------------------------------------------------------------------- */
 
-/* Whether (a c) 4^d is a normal number far from both ends, or zero, for every column. */
-static int row_is_plain(const Job *job, float a) {
-    if (!(job->greatest_c <= 0x1p100f)) return 0;
-    return a == 0 || (a >= 0x1p-100f && a <= 0x1p100f && a * job->least_c >= 0x1p-100f && a * job->greatest_c <= 0x1p100f);
-}
-
 /* Single-precision copies of what a segment reads and writes, for 16-bit tensors and for widths that are not a multiple of LANES. */
 typedef struct {
     _Alignas(LINE) float g[SEGMENT], w[SEGMENT];
@@ -442,7 +427,6 @@ typedef struct {
     uint16_t *scale;
     float a, a_inv;
     uint32_t key;
-    int plain;
 } Row;
 
 INLINE void place(Segment *x, const Job *job, const Row *row, Copies *copies, int64_t j) {
@@ -451,7 +435,6 @@ INLINE void place(Segment *x, const Job *job, const Row *row, Copies *copies, in
     x->width = left < SEGMENT ? (int)left : SEGMENT;
     x->full_blocks = x->width / BLOCK;
     x->blocks = (x->width + BLOCK - 1) / BLOCK;
-    x->plain = row->plain;
     x->a = row->a;
     x->a_inv = row->a_inv;
     x->c = left <= SEGMENT ? job->last_c : t->col + j;
@@ -503,7 +486,6 @@ static void update_rows(const Job *job, Segment pair[2], Copies *copies, int64_t
             .a = a,
             .a_inv = job->a_inv[i],
             .key = mix(s->key + (uint32_t)i * GOLDEN),
-            .plain = row_is_plain(job, a),
         };
         for (int64_t j = 0; j < t->cols; j += SEGMENT) {
             place(first, job, &row, copies, j);

@@ -3,9 +3,8 @@
  * The ceiling is the number of instructions, beside the divider. Hence:
  *   - moments of one block and update of another run in one loop, so that division and square root overlap with everything else;
  *   - a code is looked up, not computed: tables give two digits of both moments at once, and a permutation of a row's three candidates
- *     (-b, 0, b for the momentum, a/4, a, 4a for the second moment) turns digits into values;
- *   - a fused multiply-add stands where the product is exact or the sum is (noted there), so that its one rounding is the rounding of README.md.
- * (a 4^d) c equals (a c) 4^d unless a subnormal or an overflow comes in between; blocks where that may happen, and narrow blocks, take the general path. */
+ *     (-b, 0, b for the momentum, 1/4, 1, 4 for the second moment) turns digits into values;
+ *   - a fused multiply-add stands where the product is exact or the sum is (noted there), so that its one rounding is the rounding of README.md. */
 
 #define STAGES "avx512"
 
@@ -96,7 +95,7 @@ INLINE float tree(F low, F high) {
 /* ---- moments ---- */
 
 typedef struct {
-    F code, level, a_level, a, a_inv, one_minus_beta1, one_minus_beta2, inv_bias2, eps;
+    F code, level, a, a_inv, one_minus_beta1, one_minus_beta2, inv_bias2, eps;
 } MomentConstants;
 
 INLINE MomentConstants moment_constants(const Segment *x, const StepScalars *s) {
@@ -105,7 +104,6 @@ INLINE MomentConstants moment_constants(const Segment *x, const StepScalars *s) 
     return (MomentConstants){
         .code = code,
         .level = level,
-        .a_level = _mm512_mul_ps(level, set(x->a)),
         .a = set(x->a),
         .a_inv = set(x->a_inv),
         .one_minus_beta1 = set(s->maximize ? -s->one_minus_beta1 : s->one_minus_beta1), /* the sign of g matters nowhere else */
@@ -117,13 +115,12 @@ INLINE MomentConstants moment_constants(const Segment *x, const StepScalars *s) 
 
 /* Moments of elements [e, e + 16), group i of their block. `q`: beta1 times the block's three possible momenta; `key`: row key + the block's first column.
  * Returns |m|, sets the lanes whose exponent d becomes +1 and -1. */
-INLINE F moments_of_group(Segment *x, const MomentConstants *k, F q, I key, int e, int i, int plain, int keep_hash, __mmask16 *up, __mmask16 *down) {
+INLINE F moments_of_group(Segment *x, const MomentConstants *k, F q, I key, int e, int i, int keep_hash, __mmask16 *up, __mmask16 *down) {
     prefetch_grad(x, e);
     F g = _mm512_loadu_ps(x->g + e), c = _mm512_loadu_ps(x->c + e), c_inv = _mm512_loadu_ps(x->c_inv + e);
     I digits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(x->codes[0] + e)));
     F m = _mm512_add_ps(_mm512_permutexvar_ps(digits, q), _mm512_mul_ps(g, k->one_minus_beta1));
-    F base = plain ? _mm512_mul_ps(_mm512_permutexvar_ps(digits, k->a_level), c)
-                   : _mm512_mul_ps(_mm512_mul_ps(k->a, c), _mm512_permutexvar_ps(digits, k->level));
+    F base = _mm512_mul_ps(_mm512_mul_ps(k->a, c), _mm512_permutexvar_ps(digits, k->level));
     F v = _mm512_add_ps(base, _mm512_mul_ps(_mm512_mul_ps(g, g), k->one_minus_beta2));
     F excess = _mm512_sub_ps(_mm512_mul_ps(v, _mm512_mul_ps(k->a_inv, c_inv)), set(1.0f));
 
@@ -182,38 +179,14 @@ INLINE __mmask32 lanes_of_plane(int width, int w, int p) {
     return first_lanes(count > w ? w : count < 0 ? 0 : count);
 }
 
-/* The tree's lanes and the second moment's codes of a block that is not plain, from the lanes that hold elements. `up` and `down` have one bit an element. */
-static void finish_moments(Segment *x, int block, const uint64_t *up, const uint64_t *down) {
-    const int width = width_of(x, block), w = plane_of(x, block);
-    const float *m = x->m + block * BLOCK;
-    __m256i n = _mm256_set1_epi8(121);
-    F sums[2] = {set(0.0f), set(0.0f)};
-    for (int p = 0; p < PLANES; p++) {
-        int at = p * w, word = at / 64, bit = at % 64;
-        __mmask32 lanes = lanes_of_plane(width, w, p);
-        uint64_t up_plane = up[word] >> bit, down_plane = down[word] >> bit;
-        if (bit) up_plane |= up[word + 1] << (64 - bit), down_plane |= down[word + 1] << (64 - bit);
-        n = _mm256_mask_add_epi8(n, (__mmask32)up_plane & lanes, n, _mm256_set1_epi8((char)digit_weight[p]));
-        n = _mm256_mask_sub_epi8(n, (__mmask32)down_plane & lanes, n, _mm256_set1_epi8((char)digit_weight[p]));
-        for (int half = 0; half < 2; half++) {
-            F part = _mm512_maskz_loadu_ps((__mmask16)(lanes >> (half * LANES)), m + at + half * LANES);
-            sums[half] = _mm512_add_ps(sums[half], _mm512_abs_ps(part));
-        }
-    }
-    _mm512_storeu_ps(x->lane_sums[block], sums[0]);
-    _mm512_storeu_ps(x->lane_sums[block] + LANES, sums[1]);
-    _mm256_mask_storeu_epi8(x->v_codes + block * PLANE, first_lanes(w), code_bytes_32(n));
-}
-
-/* Moments of a block of `first` beside the update of the same block of `last`. Either may be missing there. `plain`: first's is full and plain. */
-INLINE void block_of_both(Segment *first, Segment *last, const MomentConstants *k, const UpdateConstants *u, const StepScalars *s, int block, int plain,
+/* Moments of a block of `first` beside the update of the same block of `last`. Either may be missing there. `full`: first's is there and full. */
+INLINE void block_of_both(Segment *first, Segment *last, const MomentConstants *k, const UpdateConstants *u, const StepScalars *s, int block, int full,
                           int keep_hash) {
-    const int groups = plain ? 2 * PLANES : block < first->blocks ? groups_of(first, block) : 0, from = block * BLOCK;
+    const int groups = full ? 2 * PLANES : block < first->blocks ? groups_of(first, block) : 0, from = block * BLOCK;
     const int last_groups = block < last->blocks ? groups_of(last, block) : 0;
     const F q = _mm512_mul_ps(k->code, set(s->beta1 * first->stored_scale[block])), scale = set(last->new_scale[block]);
     F stored[2] = {set(0.0f), set(0.0f)}, sum[2] = {set(0.0f), set(0.0f)};
     I n[2] = {set_int(121), set_int(121)};
-    uint64_t up_bits[4] = {0}, down_bits[4] = {0};
     const I key = set_int(first->key + (uint32_t)from);
     for (int p = 0; p < PLANES; p++) {
 #pragma GCC unroll 2
@@ -221,24 +194,24 @@ INLINE void block_of_both(Segment *first, Segment *last, const MomentConstants *
             const int i = 2 * p + half, e = from + i * LANES;
             if (i < groups) {
                 __mmask16 up, down;
-                sum[half] = _mm512_add_ps(sum[half], moments_of_group(first, k, q, key, e, i, plain, keep_hash, &up, &down));
-                if (plain) {
+                F abs = moments_of_group(first, k, q, key, e, i, keep_hash, &up, &down);
+                if (full) {
+                    sum[half] = _mm512_add_ps(sum[half], abs);
                     n[half] = _mm512_mask_add_epi32(n[half], up, n[half], set_int(digit_weight[p]));
                     n[half] = _mm512_mask_sub_epi32(n[half], down, n[half], set_int(digit_weight[p]));
                 } else {
-                    up_bits[i / 4] |= (uint64_t)up << (i % 4 * LANES);
-                    down_bits[i / 4] |= (uint64_t)down << (i % 4 * LANES);
+                    first->up[i] = up;
+                    first->down[i] = down;
                 }
             }
             if (i < last_groups) stored[half] = _mm512_fmadd_ps(update_group(last, u, scale, e), set(plane_weight[p]), stored[half]);
         }
     }
-    if (plain)
+    if (full)
         for (int half = 0; half < 2; half++) {
             _mm512_storeu_ps(first->lane_sums[block] + half * LANES, sum[half]);
             _mm_storeu_si128((void *)(first->v_codes + block * PLANE + half * LANES), code_bytes(n[half]));
         }
-    if (!plain && groups) finish_moments(first, block, up_bits, down_bits);
     if (block < last->full_blocks) pack_momentum(last->m_codes + block * PLANE, stored[0], stored[1], scale);
 }
 
@@ -247,10 +220,10 @@ INLINE void both(Segment *first, Segment *last, const StepScalars *s, int keep_h
     const UpdateConstants u = update_constants(s);
     const int blocks = first->blocks > last->blocks ? first->blocks : last->blocks;
     for (int block = 0; block < blocks; block++) {
-        if (first->plain && block < first->full_blocks)
-            block_of_both(first, last, &k, &u, s, block, 1, keep_hash);
-        else
+        if (block >= first->full_blocks)
             block_of_both(first, last, &k, &u, s, block, 0, keep_hash);
+        else
+            block_of_both(first, last, &k, &u, s, block, 1, keep_hash);
     }
 }
 
@@ -265,6 +238,13 @@ static void moments_and_update(Segment *first, Segment *last, const StepScalars 
 }
 
 /* ---- choose ---- */
+
+/* 32 bits from bit `at` on. */
+INLINE __mmask32 bits_from(const uint16_t *bits, int at) {
+    uint64_t found;
+    memcpy(&found, (const char *)bits + at / 8, sizeof found);
+    return (__mmask32)(found >> (at % 8));
+}
 
 /* Marks what lies above the threshold, in kept_mask; leaves its sum's lanes and returns its count. */
 INLINE int select_kept(Segment *x, int block) {
@@ -285,46 +265,66 @@ INLINE int select_kept(Segment *x, int block) {
     return kept;
 }
 
-/* The same for a narrow block, and its new codes: these go by planes, the marks by elements in order. */
-static int select_kept_of_narrow(Segment *x, int block) {
-    const int width = width_of(x, block), w = plane_of(x, block), from = block * BLOCK;
-    const F above = set(x->threshold[block]), below = set(-x->threshold[block]);
-    F sums[2] = {set(0.0f), set(0.0f)};
-    __m256i n = _mm256_set1_epi8(121);
-    int kept = 0;
-    for (int p = 0; p < PLANES; p++) {
-        const __mmask32 lanes = lanes_of_plane(width, w, p);
-        __mmask32 plus_32 = 0, minus_32 = 0;
-        for (int half = 0; half < 2; half++) {
-            F m = _mm512_maskz_loadu_ps((__mmask16)(lanes >> (half * LANES)), x->m + from + p * w + half * LANES);
-            __mmask16 plus = _mm512_cmp_ps_mask(m, above, _CMP_GT_OQ), minus = _mm512_cmp_ps_mask(m, below, _CMP_LT_OQ);
-            sums[half] = _mm512_mask_add_ps(sums[half], plus, sums[half], m); /* the magnitudes: one of the two at a time */
-            sums[half] = _mm512_mask_sub_ps(sums[half], minus, sums[half], m);
-            plus_32 |= (__mmask32)plus << (half * LANES);
-            minus_32 |= (__mmask32)minus << (half * LANES);
-        }
-        kept += __builtin_popcount(plus_32 | minus_32);
-        n = _mm256_mask_add_epi8(n, plus_32, n, _mm256_set1_epi8((char)digit_weight[p]));
-        n = _mm256_mask_sub_epi8(n, minus_32, n, _mm256_set1_epi8((char)digit_weight[p]));
-    }
-    for (int i = 0; i < groups_of(x, block); i++)
-        *kept_mask(x, from + i * LANES) = _mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_load_ps(x->m + from + i * LANES)), above, _CMP_GT_OQ);
-    _mm512_storeu_ps(x->lane_sums[block], sums[0]);
-    _mm512_storeu_ps(x->lane_sums[block] + LANES, sums[1]);
-    _mm256_mask_storeu_epi8(x->m_codes + block * PLANE, first_lanes(w), code_bytes_32(n));
-    return kept;
+INLINE float threshold_of(F low, F high, int width) {
+    return tree(low, high) * (width == BLOCK ? (float)(0.7 / BLOCK) : (float)(0.7 / width));
 }
 
-/* Block by block within each loop: the chains of one block run beside those of the others. */
+INLINE void store_scale(Segment *x, int block, F low, F high, int kept) {
+    x->scale[block] = block_scale(tree(low, high), kept);
+    x->new_scale[block] = from_bfloat16(x->scale[block]);
+}
+
+/* A narrow block: the choice, and the new codes of both moments. Everything but kept_mask goes by planes, of which the elements before the end count. */
+static void choose_in_narrow(Segment *x, int block) {
+    const int width = width_of(x, block), w = plane_of(x, block), from = block * BLOCK;
+    F m[PLANES][2], sums[2] = {set(0.0f), set(0.0f)};
+    for (int p = 0; p < PLANES; p++) {
+        const __mmask32 lanes = lanes_of_plane(width, w, p);
+        for (int half = 0; half < 2; half++) {
+            m[p][half] = _mm512_maskz_loadu_ps((__mmask16)(lanes >> (half * LANES)), x->m + from + p * w + half * LANES);
+            sums[half] = _mm512_add_ps(sums[half], _mm512_abs_ps(m[p][half]));
+        }
+    }
+    const float threshold = threshold_of(sums[0], sums[1], width);
+    const F above = set(threshold), below = set(-threshold);
+    __m256i n_m = _mm256_set1_epi8(121), n_v = n_m;
+    int kept = 0;
+    sums[0] = sums[1] = set(0.0f);
+    for (int p = 0; p < PLANES; p++) {
+        const __m256i weight = _mm256_set1_epi8((char)digit_weight[p]);
+        const __mmask32 lanes = lanes_of_plane(width, w, p);
+        __mmask32 plus[2], minus[2];
+        for (int half = 0; half < 2; half++) {
+            plus[half] = _mm512_cmp_ps_mask(m[p][half], above, _CMP_GT_OQ);
+            minus[half] = _mm512_cmp_ps_mask(m[p][half], below, _CMP_LT_OQ);
+            /* the magnitudes: one of the two at a time */
+            sums[half] = _mm512_mask_add_ps(sums[half], (__mmask16)plus[half], sums[half], m[p][half]);
+            sums[half] = _mm512_mask_sub_ps(sums[half], (__mmask16)minus[half], sums[half], m[p][half]);
+        }
+        plus[0] |= plus[1] << LANES;
+        minus[0] |= minus[1] << LANES;
+        kept += __builtin_popcount(plus[0] | minus[0]);
+        n_m = _mm256_mask_add_epi8(n_m, plus[0], n_m, weight);
+        n_m = _mm256_mask_sub_epi8(n_m, minus[0], n_m, weight);
+        n_v = _mm256_mask_add_epi8(n_v, lanes & bits_from(x->up, p * w), n_v, weight);
+        n_v = _mm256_mask_sub_epi8(n_v, lanes & bits_from(x->down, p * w), n_v, weight);
+    }
+    for (int i = 0; i < groups_of(x, block); i++) {
+        F abs = _mm512_abs_ps(_mm512_load_ps(x->m + from + i * LANES));
+        *kept_mask(x, from + i * LANES) = _mm512_cmp_ps_mask(abs, above, _CMP_GT_OQ);
+    }
+    store_scale(x, block, sums[0], sums[1], kept);
+    _mm256_mask_storeu_epi8(x->m_codes + block * PLANE, first_lanes(w), code_bytes_32(n_m));
+    _mm256_mask_storeu_epi8(x->v_codes + block * PLANE, first_lanes(w), code_bytes_32(n_v));
+}
+
+/* Stage by stage over the full blocks: the chains of one run beside those of the others. */
 INLINE void choose(Segment *x) {
     int kept[SEGMENT_BLOCKS];
-    for (int b = 0; b < x->blocks; b++) {
-        float sum = tree(_mm512_loadu_ps(x->lane_sums[b]), _mm512_loadu_ps(x->lane_sums[b] + LANES));
-        x->threshold[b] = sum * (b < x->full_blocks ? (float)(0.7 / BLOCK) : (float)(0.7 / width_of(x, b)));
-    }
-    for (int b = 0; b < x->blocks; b++) kept[b] = b < x->full_blocks ? select_kept(x, b) : select_kept_of_narrow(x, b);
-    for (int b = 0; b < x->blocks; b++) {
-        x->scale[b] = block_scale(tree(_mm512_loadu_ps(x->lane_sums[b]), _mm512_loadu_ps(x->lane_sums[b] + LANES)), kept[b]);
-        x->new_scale[b] = from_bfloat16(x->scale[b]);
-    }
+    for (int b = 0; b < x->full_blocks; b++)
+        x->threshold[b] = threshold_of(_mm512_loadu_ps(x->lane_sums[b]), _mm512_loadu_ps(x->lane_sums[b] + LANES), BLOCK);
+    for (int b = 0; b < x->full_blocks; b++) kept[b] = select_kept(x, b);
+    for (int b = 0; b < x->full_blocks; b++)
+        store_scale(x, b, _mm512_loadu_ps(x->lane_sums[b]), _mm512_loadu_ps(x->lane_sums[b] + LANES), kept[b]);
+    if (x->full_blocks < x->blocks) choose_in_narrow(x, x->full_blocks);
 }
