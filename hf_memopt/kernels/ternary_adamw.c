@@ -1,288 +1,63 @@
 /* The ternary and the dense AdamW step on a CPU, bit for bit as README.md beside this file defines them.
  *
- * Plain C11 on raw pointers: no torch, no Python. compiled.py builds this file at first use and calls it through ctypes.
+ * Plain C11 on raw pointers: no torch, no Python. compiled.py builds this file at first use and calls it through
+ * ctypes.
  *
- * Shape of the ternary step: pass 1 reads the gradient (row and column sums of its squares, in double); pass 2 goes once over weights, gradient and codes,
- * a segment (up to four blocks of a row) at a time, in local arrays that never leave the first-level cache:
+ * Shape of the ternary step: pass 1 reads the gradient (row and column sums of its squares, in double); pass 2 goes
+ * once over weights, gradient and codes, a segment (up to four blocks of a row) at a time, in local arrays that never
+ * leave the first-level cache:
  *
  *     decode              codes to digits
  *     moments             first and second moment, the second moment's new codes, the sums of |m|
  *     choose              threshold, what lies above it, the new block scales
  *     update              the weights, the first moment's new codes
  *
- * The moments of one segment and the update of the segment before are one stage, so that division and square root run beside everything else.
- * ternary_block_avx512.h has the stages for AVX-512, ternary_block_portable.h for every other machine; the driver below is common.
+ * The moments of one segment and the update of the segment before are one stage, so that division and square root run
+ * beside everything else. cpu_stages_avx512.h has the stages for AVX-512, cpu_stages_portable.h for every other
+ * machine; the driver below is common.
  *
- * Threads take rows. Column sums are kept per chunk of rows, and the chunks depend on the shape alone, so results do not depend on the number of threads.
+ * Threads take rows. Column sums are kept per chunk of rows, and the chunks depend on the shape alone, so results do
+ * not depend on the number of threads.
  *
- * Build: -O3 -march=native -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math. Never -ffast-math: it contracts, reorders and flushes. */
+ * Build: -O3 -march=native -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math. Never -ffast-math: it
+ * contracts, reorders and flushes. */
 
-#include <math.h>
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
+#include "cpu_types.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define BLOCK 160
-#define PLANES 5
-#define PLANE 32
-#define LANES 16 /* elements are worked on in groups of 16; the arrays of a block are padded to them */
-#define PADDED (BLOCK + PLANE)
-#define GOLDEN 0x9E3779B9u
-#define TINY 1e-30f
-#define MAX_GRADIENT 1.8e19f
-#define MAX_THREADS 256
-#define LINE 64 /* bytes fetched at once from memory */
+#include "cpu_formats.h"
+#include "cpu_threads.h"
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-enum { NO_MEMORY = -1, NOT_FINITE = 0, DONE = 1 };
-
-typedef struct {
-    float beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias1, inv_bias2, carry, decay, lr, eps;
-    uint32_t key;
-    int32_t first, stochastic, maximize;
-} StepScalars;
-
-typedef struct {
-    int64_t rows, cols;
-    void *param;
-    const void *grad;
-    int64_t param_stride, grad_stride; /* elements from row to row; columns are adjacent */
-    int32_t param_dtype, grad_dtype;
-    uint8_t *m_codes, *v_codes; /* ternary: (rows, row_bytes) */
-    uint16_t *m_scale;          /* ternary: (rows, blocks) bf16 */
-    float *row, *col;           /* ternary: (rows,), (cols,) */
-    float *exp_avg, *exp_avg_sq; /* dense: (rows, cols) */
-} Tensors;
-
-#define SEGMENT_BLOCKS 4
-#define SEGMENT (SEGMENT_BLOCKS * BLOCK)
-
-/* Up to four adjacent blocks of a row on their way through pass 2. All are full, but for the last block of the row. */
-typedef struct {
-    _Alignas(LINE) float m[SEGMENT + PLANE];
-    _Alignas(LINE) float v[SEGMENT + PLANE];
-    uint32_t hash[SEGMENT];                  /* written where the write-back needs it */
-    float lane_sums[SEGMENT_BLOCKS][PLANE];  /* of |m|, then of the kept |m|: planes added in order */
-    float stored_scale[SEGMENT_BLOCKS], new_scale[SEGMENT_BLOCKS], threshold[SEGMENT_BLOCKS];
-    uint8_t codes[2][SEGMENT + 2 * PLANE];   /* digits, and whatever else the stages pass on */
-    uint16_t up[BLOCK / LANES + 6], down[BLOCK / LANES + 6]; /* of a narrow block: which exponents d become 1 and -1, one bit an element */
-    const float *c, *c_inv;                  /* the columns' factors, padded with zeros to a multiple of LANES */
-    const float *g;
-    float *w;
-    uint8_t *m_codes, *v_codes;
-    uint16_t *scale;
-    const char *grad;                        /* where the gradient lives; g is that or a copy */
-    char *param;                             /* the same of the weights and w */
-    int grad_size, param_size;               /* bytes an element */
-    float a, a_inv;                          /* the row's factors */
-    uint32_t key;                            /* row key + first column */
-    int width, blocks, full_blocks;          /* elements; blocks, how many of them full */
-    int w_is_copy;
-} Segment;
-
-/* Ask for what will be needed one segment later. Nothing faults, so what lies beyond the tensor does not matter. */
-INLINE void prefetch_grad(const Segment *x, int e) { __builtin_prefetch(x->grad + (e + SEGMENT) * x->grad_size); }
-INLINE void prefetch_param(const Segment *x, int e) { __builtin_prefetch(x->param + (e + SEGMENT) * x->param_size, 1); }
-
-INLINE int width_of(const Segment *x, int block) { return block < x->full_blocks ? BLOCK : x->width - block * BLOCK; }
-INLINE int plane_of(const Segment *x, int block) { return block < x->full_blocks ? PLANE : (width_of(x, block) + PLANES - 1) / PLANES; }
-INLINE int groups_of(const Segment *x, int block) { return block < x->full_blocks ? BLOCK / LANES : (width_of(x, block) + LANES - 1) / LANES; }
-
-INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
-INLINE float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
-INLINE float magnitude(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
-
-INLINE uint32_t mix(uint32_t x) {
-    x ^= x >> 16; x *= 0x7feb352du;
-    x ^= x >> 15; x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-/* ---- 16-bit formats ------------------------------------------------------------------------------------------------------------------------- */
-
-INLINE float from_bfloat16(uint16_t h) { return float_of((uint32_t)h << 16); }
-
-INLINE float from_float16(uint16_t h) {
-    uint32_t shifted = (uint32_t)(h & 0x7fff) << 13;
-    uint32_t b = bits_of(float_of(shifted) * 0x1p112f); /* moves the exponent's bias and normalises subnormals, exactly */
-    b = shifted >= (31u << 23) ? b | 0x7f800000u : b;   /* Inf, NaN */
-    return float_of(b | (uint32_t)(h & 0x8000) << 16);
-}
-
-INLINE uint16_t to_bfloat16(float x) {
-    uint32_t b = bits_of(x);
-    uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1)) >> 16;
-    return (uint16_t)((b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
-INLINE uint16_t to_float16(float x) {
-    uint32_t b = bits_of(x), abs = b & 0x7fffffffu;
-    uint32_t normal = (abs + 0xfffu + ((abs >> 13) & 1) - (112u << 23)) >> 13;
-    uint32_t subnormal = bits_of(float_of(abs) + 0.5f) - bits_of(0.5f); /* the sum is rounded at 2^-24, fp16's smallest step */
-    uint32_t h = abs < (113u << 23) ? subnormal : normal;
-    h = abs >= 0x477ff000u ? 0x7c00u : h; /* 65520 and above */
-    h = abs > 0x7f800000u ? 0x7e00u : h;
-    return (uint16_t)(h | (b >> 16 & 0x8000u));
-}
-
-INLINE uint16_t to_bfloat16_stochastic(float x, uint32_t noise) { return (uint16_t)((bits_of(x) + (noise >> 16)) >> 16); }
-
-INLINE uint16_t to_float16_stochastic(float x, uint32_t noise) {
-    uint32_t e = bits_of(x) & 0x7f800000u;
-    e = e < (113u << 23) ? 113u << 23 : e;
-    float spacing = float_of(e - (10u << 23)), inv = float_of((264u << 23) - e); /* 2^(e - 137), 2^(137 - e): powers of two */
-    return to_float16(floorf((x * inv) + (float)(int32_t)(noise >> 19) * 0x1p-13f) * spacing);
-}
-
-static void load(float *restrict to, const void *from, int64_t at, int dtype, int width) {
-    if (dtype == FLOAT32) {
-        memcpy(to, (const float *)from + at, (size_t)width * 4);
-        return;
-    }
-    const uint16_t *h = (const uint16_t *)from + at;
-    if (dtype == BFLOAT16)
-        for (int e = 0; e < width; e++) to[e] = from_bfloat16(h[e]);
-    else
-        for (int e = 0; e < width; e++) to[e] = from_float16(h[e]);
-}
-
-static void store(void *to, int64_t at, const float *restrict from, const uint32_t *restrict hash, int dtype, int stochastic, int width) {
-    if (dtype == FLOAT32) {
-        memcpy((float *)to + at, from, (size_t)width * 4);
-        return;
-    }
-    uint16_t *h = (uint16_t *)to + at;
-    if (dtype == BFLOAT16 && stochastic)
-        for (int e = 0; e < width; e++) h[e] = to_bfloat16_stochastic(from[e], hash[e] * GOLDEN);
-    else if (dtype == BFLOAT16)
-        for (int e = 0; e < width; e++) h[e] = to_bfloat16(from[e]);
-    else if (stochastic)
-        for (int e = 0; e < width; e++) h[e] = to_float16_stochastic(from[e], hash[e] * GOLDEN);
-    else
-        for (int e = 0; e < width; e++) h[e] = to_float16(from[e]);
-}
-
-INLINE int element_size(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
-
-/* bf16 bits of sum / count; 0 when nothing was kept, for then the sum is 0. Finite: gradients are. */
-INLINE uint16_t block_scale(float sum, int count) {
-    uint32_t b = bits_of(sum / (float)(count + (count == 0)));
-    return (uint16_t)((b + 0x7fffu + ((b >> 16) & 1)) >> 16);
-}
-
-typedef double Doubles __attribute__((vector_size(64), aligned(8), may_alias));
-#define SUM_LANES 8
-
-/* ---- the stages of a block ---------------------------------------------------------------------------------------------------------------- */
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512VBMI__) && !defined(HF_MEMOPT_PORTABLE)
-#include "ternary_block_avx512.h"
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
+    defined(__AVX512VBMI__) && !defined(HF_MEMOPT_PORTABLE)
+#include "cpu_stages_avx512.h"
 #else
-#include "ternary_block_portable.h"
+#include "cpu_stages_portable.h"
 #endif
 
-/* ---- threads ------------------------------------------------------------------------------------------------------------------------------ */
-
 typedef struct {
-    pthread_mutex_t lock;
-    pthread_cond_t all_here;
-    int threads, waiting;
-    unsigned round;
-} Barrier;
-
-typedef struct Job {
+    Team team;
     const Tensors *t;
     const StepScalars *s;
-    int threads;
-    Barrier barrier;
-    atomic_int next_chunk, not_finite;
-    atomic_long next_rows;
-    int64_t chunk_rows, chunks;   /* pass 1 */
-    int64_t rows_at_once;         /* pass 2 and the dense step */
-    int flat;                     /* dense step: a vector is seen as one row */
-    double *col_sums;             /* (chunks, cols); in the end the first chunk has the sums of all */
-    double *row_sums;             /* (rows,) */
-    float *a_inv, *c_inv;         /* (rows,), (cols,) padded */
-    _Alignas(LINE) float last_c[SEGMENT]; /* the stored column factors of a row's last segment, padded: t->col is not */
-    float mean;                   /* of the stored row factors */
-    void (*work)(struct Job *, int thread);
+    atomic_int not_finite;
+    _Atomic int64_t next_chunk, next_rows;
+    int64_t chunk_rows, chunks; /* pass 1 */
+    int64_t rows_at_once;       /* pass 2 and the dense step */
+    int flat;                   /* dense step: a vector is seen as one row */
+    double *col_sums;           /* (chunks, cols); in the end the first chunk has the sums of all */
+    double *row_sums;           /* (rows,) */
+    float *a_inv, *c_inv;       /* (rows,), (cols,) padded */
+    float mean;                 /* of the stored row factors */
+    /* The stored column factors of a row's last segment, padded, which t->col is not. */
+    _Alignas(LINE) float last_c[SEGMENT];
 } Job;
 
-typedef struct {
-    Job *job;
-    int thread;
-} Worker;
-
-static void wait_for_all(Barrier *b) {
-    pthread_mutex_lock(&b->lock);
-    unsigned round = b->round;
-    if (++b->waiting == b->threads) {
-        b->waiting = 0;
-        b->round++;
-        pthread_cond_broadcast(&b->all_here);
-    } else {
-        while (b->round == round) pthread_cond_wait(&b->all_here, &b->lock);
-    }
-    pthread_mutex_unlock(&b->lock);
-}
-
-/* Subnormal numbers count: the caller may have set flush-to-zero (torch.set_flush_denormal), the numbers must not depend on it. */
-static void run_with_default_arithmetic(Job *job, int thread) {
-#if defined(__SSE__)
-    unsigned saved = _mm_getcsr();
-    _mm_setcsr(0x1f80);
-    job->work(job, thread);
-    _mm_setcsr(saved);
-#elif defined(__aarch64__)
-    uint64_t saved;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
-    __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)0));
-    job->work(job, thread);
-    __asm__ volatile("msr fpcr, %0" ::"r"(saved));
-#else
-    job->work(job, thread);
-#endif
-}
-
-static void *worker(void *arg) {
-    Worker *w = arg;
-    run_with_default_arithmetic(w->job, w->thread);
-    return NULL;
-}
-
-static void run(Job *job) {
-    pthread_t ids[MAX_THREADS];
-    Worker workers[MAX_THREADS];
-    int wanted = job->threads > MAX_THREADS ? MAX_THREADS : job->threads, started = 0;
-    pthread_mutex_init(&job->barrier.lock, NULL);
-    pthread_cond_init(&job->barrier.all_here, NULL);
-    pthread_mutex_lock(&job->barrier.lock); /* nobody passes a barrier before the number of threads is known */
-    for (int i = 1; i < wanted; i++) {
-        workers[i] = (Worker){job, i};
-        if (pthread_create(&ids[i], NULL, worker, &workers[i])) break;
-        started++;
-    }
-    job->barrier.threads = job->threads = started + 1;
-    pthread_mutex_unlock(&job->barrier.lock);
-    run_with_default_arithmetic(job, 0);
-    for (int i = 1; i <= started; i++) pthread_join(ids[i], NULL);
-    pthread_mutex_destroy(&job->barrier.lock);
-    pthread_cond_destroy(&job->barrier.all_here);
-}
-
-/* ---- pass 1 ------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- pass 1 ---- */
 
 #define ROWS_AT_ONCE 4
 #define STRIP 512 /* columns */
 #define MAX_CHUNKS 32
 #define MIN_CHUNK_ROWS 64
-#define MAX_COLUMN_SUMS (4 << 20)
+#define MAX_COLUMN_SUMS (4 << 20) /* numbers: 32 MB */
 
 /* Adds the squares of `rows` rows to the column sums and to SUM_LANES partial sums a row. */
 INLINE void add_squares(const float *const *row, int rows, int width, double *restrict col, Doubles *lanes) {
@@ -311,8 +86,8 @@ INLINE void add_squares(const float *const *row, int rows, int width, double *re
 
 INLINE double sum_lanes(Doubles x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
-/* Whether every element of a row is a number whose square is finite. Looked at only where the row's sum leaves a doubt: sums of non-negative numbers
- * never shrink, so a sum up to MAX_GRADIENT^2 clears the whole row. */
+/* Whether every element of a row is a number whose square is finite. Looked at only where the row's sum leaves a
+ * doubt: sums of non-negative numbers never shrink, so a sum up to MAX_GRADIENT^2 clears the whole row. */
 static int row_is_finite(const Tensors *t, int64_t row) {
     float g[BLOCK];
     uint32_t greatest = 0;
@@ -320,7 +95,8 @@ static int row_is_finite(const Tensors *t, int64_t row) {
         int width = t->cols - j < BLOCK ? (int)(t->cols - j) : BLOCK;
         load(g, t->grad, row * t->grad_stride + j, t->grad_dtype, width);
         for (int e = 0; e < width; e++) {
-            uint32_t b = bits_of(g[e]) & 0x7fffffffu; /* magnitudes are ordered as integers, Inf and NaN above every number */
+            uint32_t b =
+                bits_of(g[e]) & 0x7fffffffu; /* magnitudes are ordered as integers, Inf and NaN above every number */
             greatest = b > greatest ? b : greatest;
         }
     }
@@ -365,10 +141,13 @@ static void sum_chunks(Job *job) {
         last = last < t->rows ? last : t->rows;
         double *col = job->col_sums + chunk * t->cols;
         memset(col, 0, (size_t)t->cols * sizeof *col);
-        int64_t apart = (last - first) / ROWS_AT_ONCE; /* distant rows: memory delivers several long streams faster than one */
+        int64_t apart =
+            (last - first) / ROWS_AT_ONCE; /* distant rows: memory delivers several long streams faster than one */
         int finite = 1;
-        for (int64_t i = first; i < first + apart && finite; i++) finite = sums_of_rows(t, i, apart, ROWS_AT_ONCE, col, job->row_sums);
-        for (int64_t i = first + apart * ROWS_AT_ONCE; i < last && finite; i++) finite = sums_of_rows(t, i, 0, 1, col, job->row_sums);
+        for (int64_t i = first; i < first + apart && finite; i++)
+            finite = sums_of_rows(t, i, apart, ROWS_AT_ONCE, col, job->row_sums);
+        for (int64_t i = first + apart * ROWS_AT_ONCE; i < last && finite; i++)
+            finite = sums_of_rows(t, i, 0, 1, col, job->row_sums);
         if (!finite) {
             atomic_store(&job->not_finite, 1);
             return;
@@ -386,7 +165,8 @@ INLINE float new_col(const Job *job, int64_t j) {
     return (job->s->beta2 * job->t->col[j]) + (job->s->one_minus_beta2 * mean);
 }
 
-/* What pass 2 needs of the old and the new factors. The new ones are not kept: `store_factors` computes them again. */
+/* What pass 2 needs of the old and the new factors. The new ones are not kept: `store_factors` computes them again.
+ */
 static void factors(Job *job) {
     const Tensors *t = job->t;
     for (int64_t chunk = 1; chunk < job->chunks; chunk++) {
@@ -413,9 +193,10 @@ static void store_factors(const Job *job) {
     for (int64_t i = 0; i < t->rows; i++) t->row[i] = new_row(job, i);
 }
 
-/* ---- pass 2 ------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- pass 2 ---- */
 
-/* Single-precision copies of what a segment reads and writes, for 16-bit tensors and for widths that are not a multiple of LANES. */
+/* Single-precision copies of what a segment reads and writes, for 16-bit tensors and for widths that are not a
+ * multiple of LANES. */
 typedef struct {
     _Alignas(LINE) float g[SEGMENT], w[SEGMENT];
 } Copies;
@@ -466,14 +247,16 @@ INLINE void advance(const Job *job, Segment *first, Segment *last) {
     if (first) decode(first);
     if (last && last->w_is_copy) load(last->w, last->param, 0, t->param_dtype, last->width);
     moments_and_update(first, last, job->s, keep_hash);
-    if (last && last->w_is_copy) store(last->param, 0, last->w, last->hash, t->param_dtype, job->s->stochastic, last->width);
+    if (last && last->w_is_copy)
+        store(last->param, 0, last->w, last->hash, t->param_dtype, job->s->stochastic, last->width);
     if (first) choose(first);
 }
 
 static void update_rows(const Job *job, Segment pair[2], Copies *copies, int64_t from, int64_t to) {
     const Tensors *t = job->t;
     const StepScalars *s = job->s;
-    const int64_t blocks = (t->cols + BLOCK - 1) / BLOCK, bytes = t->cols / BLOCK * PLANE + (t->cols % BLOCK + PLANES - 1) / PLANES;
+    const int64_t blocks = (t->cols + BLOCK - 1) / BLOCK,
+                  bytes = t->cols / BLOCK * PLANE + (t->cols % BLOCK + PLANES - 1) / PLANES;
     Segment *first = &pair[0], *last = NULL;
     for (int64_t i = from; i < to; i++) {
         const float a = s->first ? 0.0f : s->beta2 * (t->row[i] / job->mean);
@@ -497,12 +280,13 @@ static void update_rows(const Job *job, Segment pair[2], Copies *copies, int64_t
     advance(job, NULL, last);
 }
 
-static void ternary_work(Job *job, int thread) {
+static void ternary_work(Team *team, int thread) {
+    Job *job = (Job *)team;
     sum_chunks(job);
-    wait_for_all(&job->barrier);
+    wait_for_all(team);
     if (atomic_load(&job->not_finite)) return;
     if (thread == 0) factors(job);
-    wait_for_all(&job->barrier);
+    wait_for_all(team);
     Segment pair[2];
     Copies copies;
     memset(pair, 0, sizeof pair);
@@ -512,15 +296,16 @@ static void ternary_work(Job *job, int thread) {
         if (from >= job->t->rows) break;
         update_rows(job, pair, &copies, from, to < job->t->rows ? to : job->t->rows);
     }
-    wait_for_all(&job->barrier); /* all have read the old factors */
+    wait_for_all(team); /* all have read the old factors */
     if (thread == 0) store_factors(job);
 }
 
-/* ---- entry points ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- entry points ---- */
 
 static int64_t at_least_one(int64_t x) { return x < 1 ? 1 : x; }
 
-/* Rows a chunk of pass 1: enough chunks for many threads, few enough for their column sums to stay small. Depends on the shape alone. */
+/* Rows a chunk of pass 1: enough chunks for many threads, few enough for their column sums to stay small. Depends on
+ * the shape alone. */
 static int64_t rows_of_chunk(int64_t rows, int64_t cols) {
     int64_t most = at_least_one(MAX_COLUMN_SUMS / cols), chunk;
     most = most < MAX_CHUNKS ? most : MAX_CHUNKS;
@@ -528,11 +313,11 @@ static int64_t rows_of_chunk(int64_t rows, int64_t cols) {
     return chunk < MIN_CHUNK_ROWS ? MIN_CHUNK_ROWS : chunk;
 }
 
-/* One ternary step. DONE, NOT_FINITE (nothing was written) or NO_MEMORY (nothing was written). Scratch memory: 12 bytes a row, 12 bytes a column, and the
- * column sums of further chunks of rows, at most 32 MB. */
+/* One ternary step. DONE, NOT_FINITE (nothing was written) or NO_MEMORY (nothing was written). Scratch memory: 12
+ * bytes a row, 12 bytes a column, and the column sums of further chunks of rows, at most 32 MB. */
 int hf_memopt_ternary_adamw(const Tensors *t, const StepScalars *s, int threads) {
     if (t->rows == 0 || t->cols == 0) return DONE;
-    Job job = {.t = t, .s = s, .threads = threads, .work = ternary_work};
+    Job job = {.team.work = ternary_work, .t = t, .s = s};
     job.chunk_rows = rows_of_chunk(t->rows, t->cols);
     job.chunks = (t->rows + job.chunk_rows - 1) / job.chunk_rows;
     job.rows_at_once = at_least_one(16384 / t->cols);
@@ -544,12 +329,13 @@ int hf_memopt_ternary_adamw(const Tensors *t, const StepScalars *s, int threads)
     job.col_sums = (double *)(void *)(job.c_inv + padded);
     job.row_sums = job.col_sums + (size_t)job.chunks * cols;
     job.a_inv = (float *)(void *)(job.row_sums + rows);
-    run(&job);
+    run(&job.team, threads);
     free(memory);
     return job.not_finite ? NOT_FINITE : DONE;
 }
 
-static void dense_piece(const float *restrict g, float *restrict w, float *restrict exp_avg, float *restrict exp_avg_sq, const StepScalars *s, int width) {
+static void dense_piece(const float *restrict g, float *restrict w, float *restrict exp_avg,
+                        float *restrict exp_avg_sq, const StepScalars *s, int width) {
     const float beta1 = s->beta1, beta2 = s->beta2, one_minus_beta2 = s->one_minus_beta2;
     const float one_minus_beta1 = s->maximize ? -s->one_minus_beta1 : s->one_minus_beta1;
     const float inv_bias1 = s->inv_bias1, inv_bias2 = s->inv_bias2, eps = s->eps, decay = s->decay, lr = s->lr;
@@ -588,11 +374,12 @@ static void dense_rows(const Job *job, Copies *copies, int64_t from, int64_t to)
     }
 }
 
-static void dense_work(Job *job, int thread) {
+static void dense_work(Team *team, int thread) {
+    Job *job = (Job *)team;
     const Tensors *t = job->t;
     (void)thread;
     for (;;) {
-        int64_t from = atomic_fetch_add(&job->next_chunk, (int)job->rows_at_once), to = from + job->rows_at_once;
+        int64_t from = atomic_fetch_add(&job->next_chunk, job->rows_at_once), to = from + job->rows_at_once;
         if (from >= t->rows || atomic_load(&job->not_finite)) break;
         for (int64_t i = from; i < to && i < t->rows; i++)
             if (!row_is_finite(t, i)) {
@@ -600,7 +387,7 @@ static void dense_work(Job *job, int thread) {
                 break;
             }
     }
-    wait_for_all(&job->barrier);
+    wait_for_all(team);
     if (atomic_load(&job->not_finite)) return;
     Copies copies;
     for (;;) {
@@ -614,7 +401,7 @@ static void dense_work(Job *job, int thread) {
 int hf_memopt_dense_adamw(const Tensors *t, const StepScalars *s, int threads) {
     if (t->rows == 0 || t->cols == 0) return DONE;
     Tensors row = *t;
-    Job job = {.t = t, .s = s, .threads = threads, .work = dense_work};
+    Job job = {.team.work = dense_work, .t = t, .s = s};
     if (t->cols == 1 && t->param_stride == 1 && t->grad_stride == 1) {
         row.rows = 1;
         row.cols = t->rows;
@@ -622,7 +409,7 @@ int hf_memopt_dense_adamw(const Tensors *t, const StepScalars *s, int threads) {
         job.flat = 1;
     }
     job.rows_at_once = at_least_one(16384 / t->cols);
-    run(&job);
+    run(&job.team, threads);
     return job.not_finite ? NOT_FINITE : DONE;
 }
 

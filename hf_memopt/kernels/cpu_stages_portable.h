@@ -1,7 +1,8 @@
-/* The stages of a segment in portable C, for every machine without AVX-512: see ternary_adamw.c for the stages and README.md for the equations.
+/* The stages of a segment in portable C, for every machine without AVX-512: see ternary_adamw.c for the stages and
+ * README.md for the equations.
  *
- * Each loop is one that compilers vectorise: over the elements of a block in order, or over the lanes of its planes. Full blocks get their own copy of each
- * loop, with constant bounds. */
+ * Each loop is one that compilers vectorise: over the elements of a block in order, or over the lanes of its planes.
+ * Full blocks get their own copy of each loop, with constant bounds. */
 
 #define STAGES "portable"
 
@@ -28,7 +29,8 @@ INLINE void digits_of(uint8_t *restrict digits, const uint8_t *restrict bytes, i
 INLINE void pack(uint8_t *restrict bytes, uint8_t *restrict digits, int width, int w) {
     for (int e = width; e < PLANES * w; e++) digits[e] = 1;
     for (int l = 0; l < w; l++) {
-        uint32_t n = 81u * digits[l] + 27u * digits[w + l] + 9u * digits[2 * w + l] + 3u * digits[3 * w + l] + digits[4 * w + l];
+        uint32_t n = 81u * digits[l] + 27u * digits[w + l] + 9u * digits[2 * w + l] + 3u * digits[3 * w + l] +
+                     digits[4 * w + l];
         bytes[l] = (uint8_t)(((256 * n + 242) * 17261) >> 22);
     }
 }
@@ -61,8 +63,10 @@ INLINE void decode(Segment *x) {
 
 INLINE void moments_of_block(Segment *x, const StepScalars *s, int block, int count, int keep_hash) {
     const int from = block * BLOCK;
-    const float old = s->beta1 * x->stored_scale[block], one_minus_beta2 = s->one_minus_beta2, a = x->a, a_inv = x->a_inv;
-    const float one_minus_beta1 = s->maximize ? -s->one_minus_beta1 : s->one_minus_beta1; /* the sign of g matters nowhere else */
+    const float old = s->beta1 * x->stored_scale[block], one_minus_beta2 = s->one_minus_beta2, a = x->a,
+                a_inv = x->a_inv;
+    const float one_minus_beta1 =
+        s->maximize ? -s->one_minus_beta1 : s->one_minus_beta1; /* the sign of g matters nowhere else */
     const float *restrict g = x->g + from, *restrict c = x->c + from, *restrict c_inv = x->c_inv + from;
     const uint8_t *restrict m_digit = x->codes[0] + from;
     uint8_t *restrict v_digit = x->codes[1] + from;
@@ -79,14 +83,16 @@ INLINE void moments_of_block(Segment *x, const StepScalars *s, int block, int co
     }
     for (int e = 0; e < count; e++) {
         float excess = v[e] * (a_inv * c_inv[e]) - 1.0f;
-        float above = ((float)(int32_t)(mix(key + (uint32_t)e) >> 9) + 0.5f) * (3 * 0x1p-23f); /* 3 u; the powers of two are exact */
+        float above = ((float)(int32_t)(mix(key + (uint32_t)e) >> 9) + 0.5f) *
+                      (3 * 0x1p-23f); /* 3 u; the powers of two are exact */
         v_digit[e] = (uint8_t)(1 + (excess > above) - (excess < -0.25f * above));
     }
 }
 
 INLINE void update_block(Segment *x, const StepScalars *s, int block, int count) {
     const int from = block * BLOCK;
-    const float inv_bias1 = s->inv_bias1, inv_bias2 = s->inv_bias2, carry = s->carry, eps = s->eps, decay = s->decay, lr = s->lr;
+    const float inv_bias1 = s->inv_bias1, inv_bias2 = s->inv_bias2, carry = s->carry, eps = s->eps, decay = s->decay,
+                lr = s->lr;
     const float scale = x->new_scale[block], threshold = x->threshold[block];
     const float *restrict m = x->m + from, *restrict v = x->v + from;
     float *restrict w = x->w + from;

@@ -1,10 +1,11 @@
-/* The stages of a block for AVX-512 (F, BW, DQ, VL, VBMI): see ternary_adamw.c for the pipeline and README.md for the equations.
+/* The stages of a segment for AVX-512 (F, BW, DQ, VL, VBMI): see ternary_adamw.c for the stages and README.md for the
+ * equations.
  *
- * The ceiling is the number of instructions, beside the divider. Hence:
- *   - moments of one block and update of another run in one loop, so that division and square root overlap with everything else;
- *   - a code is looked up, not computed: tables give two digits of both moments at once, and a permutation of a row's three candidates
- *     (-b, 0, b for the momentum, 1/4, 1, 4 for the second moment) turns digits into values;
- *   - a fused multiply-add stands where the product is exact or the sum is (noted there), so that its one rounding is the rounding of README.md. */
+ * The ceiling is the number of instructions, beside the divider. Hence the moments of one block and the update of
+ * another run in one loop, so that division overlaps with everything else. A code is looked up, not computed: tables
+ * give two digits of both moments at once, and a permutation of the three candidates (-b, 0, b for the momentum; 1/4,
+ * 1, 4 for the second moment) turns digits into values. A fused multiply-add stands only where product or sum is exact
+ * (noted there), so that its one rounding is the one of README.md. */
 
 #define STAGES "avx512"
 
@@ -20,16 +21,21 @@ INLINE I as_int(F x) { return _mm512_castps_si512(x); }
 
 INLINE Doubles widen(const float *x) { return (Doubles)_mm512_cvtps_pd(_mm256_loadu_ps(x)); }
 /* The product of two single-precision numbers is exact in double, so the fused form rounds as sum + x * x does. */
-INLINE Doubles add_square(Doubles sum, Doubles x) { return (Doubles)_mm512_fmadd_pd((__m512d)x, (__m512d)x, (__m512d)sum); }
+INLINE Doubles add_square(Doubles sum, Doubles x) {
+    return (Doubles)_mm512_fmadd_pd((__m512d)x, (__m512d)x, (__m512d)sum);
+}
 
 /* Digit p of a code byte; two of them in the nibbles of a table entry. */
 #define DIGIT(b, power) (((((b) * (power)) & 255) * 3) >> 8)
 #define PAIR(b, first, second) (DIGIT(b, first) | DIGIT(b, second) << 4)
 #define FOUR(entry, b, x, y) entry(b, x, y), entry((b) + 1, x, y), entry((b) + 2, x, y), entry((b) + 3, x, y)
-#define SIXTEEN(entry, b, x, y) FOUR(entry, b, x, y), FOUR(entry, (b) + 4, x, y), FOUR(entry, (b) + 8, x, y), FOUR(entry, (b) + 12, x, y)
-#define SIXTYFOUR(entry, b, x, y) \
-    SIXTEEN(entry, b, x, y), SIXTEEN(entry, (b) + 16, x, y), SIXTEEN(entry, (b) + 32, x, y), SIXTEEN(entry, (b) + 48, x, y)
-#define ALL(entry, x, y) SIXTYFOUR(entry, 0, x, y), SIXTYFOUR(entry, 64, x, y), SIXTYFOUR(entry, 128, x, y), SIXTYFOUR(entry, 192, x, y)
+#define SIXTEEN(entry, b, x, y) \
+    FOUR(entry, b, x, y), FOUR(entry, (b) + 4, x, y), FOUR(entry, (b) + 8, x, y), FOUR(entry, (b) + 12, x, y)
+#define SIXTYFOUR(entry, b, x, y)                                                            \
+    SIXTEEN(entry, b, x, y), SIXTEEN(entry, (b) + 16, x, y), SIXTEEN(entry, (b) + 32, x, y), \
+        SIXTEEN(entry, (b) + 48, x, y)
+#define ALL(entry, x, y) \
+    SIXTYFOUR(entry, 0, x, y), SIXTYFOUR(entry, 64, x, y), SIXTYFOUR(entry, 128, x, y), SIXTYFOUR(entry, 192, x, y)
 #define SINGLE(b, power, unused) DIGIT(b, power)
 
 static const _Alignas(64) uint8_t digits_01[256] = {ALL(PAIR, 1, 3)};
@@ -38,9 +44,11 @@ static const _Alignas(64) uint8_t digits_4[256] = {ALL(SINGLE, 81, 0)};
 
 static const uint32_t digit_weight[PLANES] = {81, 27, 9, 3, 1};
 static const float plane_weight[PLANES] = {81, 27, 9, 3, 1};
-#define LANES_FROM(e) e, e + 1, e + 2, e + 3, e + 4, e + 5, e + 6, e + 7, e + 8, e + 9, e + 10, e + 11, e + 12, e + 13, e + 14, e + 15
-static const _Alignas(64) uint32_t element[BLOCK] = {LANES_FROM(0),  LANES_FROM(16), LANES_FROM(32),  LANES_FROM(48),  LANES_FROM(64),
-                                                     LANES_FROM(80), LANES_FROM(96), LANES_FROM(112), LANES_FROM(128), LANES_FROM(144)};
+#define LANES_FROM(e) \
+    e, e + 1, e + 2, e + 3, e + 4, e + 5, e + 6, e + 7, e + 8, e + 9, e + 10, e + 11, e + 12, e + 13, e + 14, e + 15
+static const _Alignas(64) uint32_t element[BLOCK] = {LANES_FROM(0),   LANES_FROM(16), LANES_FROM(32), LANES_FROM(48),
+                                                     LANES_FROM(64),  LANES_FROM(80), LANES_FROM(96), LANES_FROM(112),
+                                                     LANES_FROM(128), LANES_FROM(144)};
 
 /* 64 bytes, 32 of each moment, through a table of 256; the second moment's digits go two bits above the first's. */
 INLINE __m256i look_up(const uint8_t table[256], I bytes, __mmask64 upper) {
@@ -52,17 +60,19 @@ INLINE __m256i look_up(const uint8_t table[256], I bytes, __mmask64 upper) {
 
 INLINE __mmask32 first_lanes(int count) { return (__mmask32)((1ull << count) - 1); }
 
-/* codes[0][e], low nibble: digit of the first moment | digit of the second << 2; the high nibble is of no use. Planes are written in order, so that what a
- * narrow plane writes beyond itself is overwritten by the next one. */
+/* codes[0][e], low nibble: digit of the first moment | digit of the second << 2; the high nibble is of no use. Planes
+ * are written in order, so that what a narrow plane writes beyond itself is overwritten by the next one. */
 INLINE void decode(Segment *x) {
     for (int block = 0; block < x->blocks; block++) {
         const int w = plane_of(x, block);
         uint8_t *to = x->codes[0] + block * BLOCK;
         __mmask32 lanes = first_lanes(w);
-        __m256i m = _mm256_maskz_loadu_epi8(lanes, x->m_codes + block * PLANE), v = _mm256_maskz_loadu_epi8(lanes, x->v_codes + block * PLANE);
+        __m256i m = _mm256_maskz_loadu_epi8(lanes, x->m_codes + block * PLANE),
+                v = _mm256_maskz_loadu_epi8(lanes, x->v_codes + block * PLANE);
         I bytes = _mm512_inserti64x4(_mm512_castsi256_si512(m), v, 1);
         __mmask64 upper = _mm512_movepi8_mask(bytes);
-        __m256i d01 = look_up(digits_01, bytes, upper), d23 = look_up(digits_23, bytes, upper), d4 = look_up(digits_4, bytes, upper);
+        __m256i d01 = look_up(digits_01, bytes, upper), d23 = look_up(digits_23, bytes, upper),
+                d4 = look_up(digits_4, bytes, upper);
         _mm256_storeu_si256((void *)to, d01);
         _mm256_storeu_si256((void *)(to + w), _mm256_srli_epi16(d01, 4));
         _mm256_storeu_si256((void *)(to + 2 * w), d23);
@@ -106,16 +116,18 @@ INLINE MomentConstants moment_constants(const Segment *x, const StepScalars *s) 
         .level = level,
         .a = set(x->a),
         .a_inv = set(x->a_inv),
-        .one_minus_beta1 = set(s->maximize ? -s->one_minus_beta1 : s->one_minus_beta1), /* the sign of g matters nowhere else */
+        .one_minus_beta1 =
+            set(s->maximize ? -s->one_minus_beta1 : s->one_minus_beta1), /* the sign of g matters nowhere else */
         .one_minus_beta2 = set(s->one_minus_beta2),
         .inv_bias2 = set(s->inv_bias2),
         .eps = set(s->eps),
     };
 }
 
-/* Moments of elements [e, e + 16), group i of their block. `q`: beta1 times the block's three possible momenta; `key`: row key + the block's first column.
- * Returns |m|, sets the lanes whose exponent d becomes +1 and -1. */
-INLINE F moments_of_group(Segment *x, const MomentConstants *k, F q, I key, int e, int i, int keep_hash, __mmask16 *up, __mmask16 *down) {
+/* Moments of elements [e, e + 16), group i of their block. `q`: beta1 times the block's three possible momenta;
+ * `key`: row key + the block's first column. Returns |m|, sets the lanes whose exponent d becomes +1 and -1. */
+INLINE F moments_of_group(Segment *x, const MomentConstants *k, F q, I key, int e, int i, int keep_hash,
+                          __mmask16 *up, __mmask16 *down) {
     prefetch_grad(x, e);
     F g = _mm512_loadu_ps(x->g + e), c = _mm512_loadu_ps(x->c + e), c_inv = _mm512_loadu_ps(x->c_inv + e);
     I digits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(x->codes[0] + e)));
@@ -129,7 +141,8 @@ INLINE F moments_of_group(Segment *x, const MomentConstants *k, F q, I key, int 
     h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 15)), set_int(0x846ca68bu));
     h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
     if (keep_hash) _mm512_storeu_si512(x->hash + e, h);
-    /* 3 u, from u = (f + 0.5) 2^-23: product and sum are exact, so one rounding. Then -0.75 u, a quarter with the other sign, in the exponent field. */
+    /* 3 u, from u = (f + 0.5) 2^-23: product and sum are exact, so one rounding. Then -0.75 u, a quarter with the
+     * other sign, in the exponent field. */
     F above = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(h, 9)), set(3 * 0x1p-23f), set(1.5f * 0x1p-23f));
     F below = as_float(_mm512_add_epi32(as_int(above), set_int(0x80000000u - (2u << 23))));
     *up = _mm512_cmp_ps_mask(excess, above, _CMP_GT_OQ);
@@ -156,17 +169,20 @@ INLINE __mmask16 *kept_mask(Segment *x, int e) { return (__mmask16 *)(void *)(x-
 INLINE F update_group(Segment *x, const UpdateConstants *k, F scale, int e) {
     prefetch_param(x, e);
     F m = _mm512_load_ps(x->m + e), bottom = _mm512_load_ps(x->v + e), w = _mm512_loadu_ps(x->w + e);
-    F q = as_float(_mm512_maskz_ternarylogic_epi32(*kept_mask(x, e), as_int(scale), as_int(m), set_int(0x80000000u), 0xf8)); /* A | (B & C) */
+    F q = as_float(_mm512_maskz_ternarylogic_epi32(*kept_mask(x, e), as_int(scale), as_int(m), set_int(0x80000000u),
+                                                   0xf8)); /* A | (B & C) */
     F top = _mm512_add_ps(_mm512_mul_ps(m, k->inv_bias1), _mm512_mul_ps(k->carry, _mm512_sub_ps(m, q)));
-    _mm512_storeu_ps(x->w + e, _mm512_sub_ps(_mm512_mul_ps(w, k->decay), _mm512_mul_ps(k->lr, _mm512_div_ps(top, bottom))));
+    _mm512_storeu_ps(x->w + e,
+                     _mm512_sub_ps(_mm512_mul_ps(w, k->decay), _mm512_mul_ps(k->lr, _mm512_div_ps(top, bottom))));
     return q;
 }
 
-/* New codes of the first moment of a full block from its stored momenta, summed over the planes with the weights of base 3: integer multiples, below 2^7, of a
- * scale of eight bits, hence exact. */
+/* New codes of the first moment of a full block from its stored momenta, summed over the planes with the weights of
+ * base 3: integer multiples, below 2^7, of a scale of eight bits, hence exact. */
 INLINE void pack_momentum(uint8_t *to, F low, F high, F scale) {
     __mmask16 any = _mm512_cmp_ps_mask(scale, set(0.0f), _CMP_GT_OQ);
-    I n_low = _mm512_cvtps_epi32(_mm512_maskz_div_ps(any, low, scale)), n_high = _mm512_cvtps_epi32(_mm512_maskz_div_ps(any, high, scale));
+    I n_low = _mm512_cvtps_epi32(_mm512_maskz_div_ps(any, low, scale)),
+      n_high = _mm512_cvtps_epi32(_mm512_maskz_div_ps(any, high, scale));
     _mm_storeu_si128((void *)to, code_bytes(_mm512_add_epi32(n_low, set_int(121))));
     _mm_storeu_si128((void *)(to + LANES), code_bytes(_mm512_add_epi32(n_high, set_int(121))));
 }
@@ -179,12 +195,14 @@ INLINE __mmask32 lanes_of_plane(int width, int w, int p) {
     return first_lanes(count > w ? w : count < 0 ? 0 : count);
 }
 
-/* Moments of a block of `first` beside the update of the same block of `last`. Either may be missing there. `full`: first's is there and full. */
-INLINE void block_of_both(Segment *first, Segment *last, const MomentConstants *k, const UpdateConstants *u, const StepScalars *s, int block, int full,
-                          int keep_hash) {
+/* Moments of a block of `first` beside the update of the same block of `last`. Either may be missing there. `full`:
+ * first's is there and full. */
+INLINE void block_of_both(Segment *first, Segment *last, const MomentConstants *k, const UpdateConstants *u,
+                          const StepScalars *s, int block, int full, int keep_hash) {
     const int groups = full ? 2 * PLANES : block < first->blocks ? groups_of(first, block) : 0, from = block * BLOCK;
     const int last_groups = block < last->blocks ? groups_of(last, block) : 0;
-    const F q = _mm512_mul_ps(k->code, set(s->beta1 * first->stored_scale[block])), scale = set(last->new_scale[block]);
+    const F q = _mm512_mul_ps(k->code, set(s->beta1 * first->stored_scale[block])),
+            scale = set(last->new_scale[block]);
     F stored[2] = {set(0.0f), set(0.0f)}, sum[2] = {set(0.0f), set(0.0f)};
     I n[2] = {set_int(121), set_int(121)};
     const I key = set_int(first->key + (uint32_t)from);
@@ -204,7 +222,8 @@ INLINE void block_of_both(Segment *first, Segment *last, const MomentConstants *
                     first->down[i] = down;
                 }
             }
-            if (i < last_groups) stored[half] = _mm512_fmadd_ps(update_group(last, u, scale, e), set(plane_weight[p]), stored[half]);
+            if (i < last_groups)
+                stored[half] = _mm512_fmadd_ps(update_group(last, u, scale, e), set(plane_weight[p]), stored[half]);
         }
     }
     if (full)
@@ -274,14 +293,16 @@ INLINE void store_scale(Segment *x, int block, F low, F high, int kept) {
     x->new_scale[block] = from_bfloat16(x->scale[block]);
 }
 
-/* A narrow block: the choice, and the new codes of both moments. Everything but kept_mask goes by planes, of which the elements before the end count. */
+/* A narrow block: the choice, and the new codes of both moments. Everything but kept_mask goes by planes, of which
+ * the elements before the end count. */
 static void choose_in_narrow(Segment *x, int block) {
     const int width = width_of(x, block), w = plane_of(x, block), from = block * BLOCK;
     F m[PLANES][2], sums[2] = {set(0.0f), set(0.0f)};
     for (int p = 0; p < PLANES; p++) {
         const __mmask32 lanes = lanes_of_plane(width, w, p);
         for (int half = 0; half < 2; half++) {
-            m[p][half] = _mm512_maskz_loadu_ps((__mmask16)(lanes >> (half * LANES)), x->m + from + p * w + half * LANES);
+            m[p][half] =
+                _mm512_maskz_loadu_ps((__mmask16)(lanes >> (half * LANES)), x->m + from + p * w + half * LANES);
             sums[half] = _mm512_add_ps(sums[half], _mm512_abs_ps(m[p][half]));
         }
     }
@@ -322,7 +343,8 @@ static void choose_in_narrow(Segment *x, int block) {
 INLINE void choose(Segment *x) {
     int kept[SEGMENT_BLOCKS];
     for (int b = 0; b < x->full_blocks; b++)
-        x->threshold[b] = threshold_of(_mm512_loadu_ps(x->lane_sums[b]), _mm512_loadu_ps(x->lane_sums[b] + LANES), BLOCK);
+        x->threshold[b] =
+            threshold_of(_mm512_loadu_ps(x->lane_sums[b]), _mm512_loadu_ps(x->lane_sums[b] + LANES), BLOCK);
     for (int b = 0; b < x->full_blocks; b++) kept[b] = select_kept(x, b);
     for (int b = 0; b < x->full_blocks; b++)
         store_scale(x, b, _mm512_loadu_ps(x->lane_sums[b]), _mm512_loadu_ps(x->lane_sums[b] + LANES), kept[b]);
