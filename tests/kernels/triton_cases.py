@@ -156,6 +156,36 @@ def all_codes():
     twins.step(randn(*shape, seed=6), scalars(9))
 
 
+@case("sums on an edge: full block", 160)
+@case("sums on an edge: tail", 117)
+def edges(width):
+    """Block sums on which a decision hangs, so that one addition in another order shows.
+
+    beta1 = 0 makes m the gradient. In one row after the other its first element is moved until it equals the threshold
+    for being kept, or until the mean magnitude stands between two bf16 numbers: another last bit of the sum, and the
+    element is kept or the scale is the other one.
+    """
+    rows, tie = 48, torch.tensor(1 + 2.0**-8)
+    size = 0.9 + 0.2 * torch.rand(rows, width, generator=torch.Generator().manual_seed(5))
+    size *= tie / size.mean(dim=1, keepdim=True)
+
+    def block_sum(row: Tensor) -> Tensor:
+        plane = -(-width // 5)
+        padded = torch.nn.functional.pad(row, (0, 5 * plane - width))
+        return reference._tree_sum(padded.view(1, 1, 5, plane))[0, 0]
+
+    for row in size[::2]:
+        for _ in range(50):
+            row[0] = block_sum(row) * (0.7 / width)
+    for row in size[1::2]:
+        while block_sum(row) / width > tie:
+            row[0] -= 2.0**-20
+        while block_sum(row) / width <= tie:
+            row[0] += 2.0**-22
+    twins = Twins("ternary", randn(rows, width, seed=7))
+    twins.step(size * randn(rows, width, seed=6).sign(), scalars(1, betas=(0.0, 0.999)))
+
+
 @case("from 1e-44 to 1e19", F32)
 @case("subnormal to large fp16 weights", F16)
 @case("subnormal to large bf16 weights", BF16)
