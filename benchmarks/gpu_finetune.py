@@ -30,7 +30,9 @@ def finetune(place: Any) -> dict[str, Any]:
             rows.append({"optim": optim, "skipped": "bitsandbytes is not installed"})
             continue
         for name, dtype in DTYPES.items() if place.cuda else [("fp32", torch.float32)]:
-            rows.append({"optim": optim, "dtype": name} | fine_tune_once(place, task, optim, dtype, steps))
+            reason = place.late("finetune")
+            result = {"skipped": reason} if reason else fine_tune_once(place, task, optim, dtype)
+            rows.append({"optim": optim, "dtype": name} | result)
             print(f"  {rows[-1]}", flush=True)
             place.clean()
     return {"task": task["name"], "steps": steps, "rows": rows}
@@ -91,7 +93,7 @@ def python_source(place: Any, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fine_tune_once(place: Any, task: dict, optim: str, dtype: torch.dtype, steps: int) -> dict[str, Any]:
+def fine_tune_once(place: Any, task: dict, optim: str, dtype: torch.dtype) -> dict[str, Any]:
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     model = task["model"](dtype).to(place.device)
