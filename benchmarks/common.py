@@ -104,7 +104,7 @@ def git_revision() -> str:
 def source_digest() -> str:
     """One hash over the package's code: says whether two runs used the same optimizer, committed or not."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in (ROOT / "hf_memopt").rglob("*") if p.suffix in (".py", ".c")):
+    for path in sorted(p for p in (ROOT / "hf_memopt").rglob("*") if p.suffix in (".py", ".c", ".h")):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
