@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from ..memory.peak import peak_bytes
 from ..registry import is_registered
-from .checkpoints import CALLBACK_KEY, remove_marker, set_aside_torn, write_marker
+from .checkpoints import CALLBACK_KEY, set_aside_torn, write_marker
 from .trainer import refuse_unsupported
 
 logger = logging.getLogger("hf_memopt")
@@ -43,6 +43,10 @@ class MemoptCallback(TrainerCallback, ExportableState):
     state when everything else of a checkpoint is written, and stores the answer in ``trainer_state.json``, the last
     file. That moment is where the marker belongs: after the files, before older checkpoints are deleted. ``on_save``
     would be too late. Checkpoints of a hyperparameter search, which nobody resumes, are not marked.
+
+    The old marker of a folder that is written over is taken away in ``Trainer.save_model`` (see ``trainer.py``): no
+    callback comes between the decision to save and the first file, and with ``save_strategy="best"`` none comes after
+    the decision at all.
     """
 
     def __init__(self) -> None:
@@ -67,11 +71,6 @@ class MemoptCallback(TrainerCallback, ExportableState):
         self._marking = ours is not None and args.should_save and not state.is_hyper_param_search
         if self._marking:
             set_aside_torn(args.output_dir, beyond=state.global_step)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self._marking:
-            # whatever is there is of an earlier run and may now be written over
-            remove_marker(self._checkpoint())
 
     def on_train_end(self, args, state, control, **kwargs):
         self._marking = False

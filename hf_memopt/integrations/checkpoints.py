@@ -13,12 +13,13 @@ worse, loads a mixture. So a finished save is *marked*:
 A checkpoint is whole if the listed files are as listed and ``trainer_state.json`` parses and carries the marker's id.
 So there is no moment at which the last good checkpoint is gone and the next one not yet valid: killed before the end
 of 3, the new folder does not count and the old ones are still there. A folder that is written over never passes for
-whole by its old marker: the marker is removed when training reaches that step again, and fingerprints and id would not
-fit either. In a distributed run the other ranks write their random state while rank 0 marks; those files must be there
-and be finished.
+whole by its old marker: that is removed before the first file is written (``remove_marker``, called from
+``Trainer.save_model``). In a distributed run the other ranks write their random state while rank 0 marks; those files
+must be there and be finished.
 
-The fingerprint hashes 16 pieces of 64 KiB spread over a file, all of it below 1 MiB: enough to tell two saves apart,
-without reading a checkpoint of many gigabytes twice.
+The fingerprint hashes 16 pieces of 64 KiB spread over a file, all of it below 1 MiB: enough to see damage, without
+reading a checkpoint of many gigabytes twice. It is not relied on to tell two saves apart: of a large model that is
+trained in a few layers only, two files of weights may differ between the pieces.
 
 Nothing here imports torch or transformers. ``callbacks.py`` calls it from the Trainer.
 """
@@ -46,6 +47,7 @@ FORMAT = 1
 _NOT_PART = (MARKER, MARKER + ".tmp", TRAINER_STATE, "checkpoint-is-incomplete.txt")
 _PIECES, _PIECE_BYTES = 16, 1 << 16
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_OPTIMIZER = re.compile(r"optimizer(\.pt$|\.bin$|_\d+/)")  # the last two: as accelerate names them
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -59,8 +61,8 @@ def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
     Saved last, not highest number: after going back to an earlier checkpoint the newer line of training counts. Only
     checkpoints written while ``hf_memopt`` was imported and one of its optimizers was training carry a marker; those
-    of other runs are not considered, and a warning says so if there is nothing else. Checkpoints may be copied or
-    moved.
+    of other runs are not considered, nor are those of ``save_only_model``, which hold no optimizer state; a
+    warning says so if there is nothing else. Checkpoints may be copied or moved.
 
     With ``save_total_limit=1`` and a machine that loses power, rather than a process that is killed, the last
     checkpoint may not have reached the disk: keep two.
@@ -74,8 +76,8 @@ def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
         marker = read_marker(path)
         candidates.append((marker["sequence"] if marker else -1, step, path))
     reasons = []
-    for sequence, _, path in sorted(candidates, reverse=True):
-        reason = "it has no marker of a finished save" if sequence < 0 else why_not_whole(path)
+    for _, _, path in sorted(candidates, reverse=True):
+        reason = why_not_whole(path)
         if reason is None:
             return path
         reasons.append(f"{os.path.basename(path)}: {reason}")
@@ -89,7 +91,11 @@ def why_not_whole(path: str | os.PathLike[str]) -> str | None:
     path = os.fspath(path)
     marker = read_marker(path)
     if marker is None:
+        if os.path.lexists(os.path.join(path, MARKER)):
+            return f"its marker {MARKER} is damaged or of another version"
         return "it has no marker of a finished save"
+    if not any(_OPTIMIZER.match(name) for name in marker["files"]):
+        return "it was saved with save_only_model and holds no optimizer state"
     if _saved_id(path) != marker["save_id"]:
         return f"its {TRAINER_STATE} is missing, unfinished or of another save"
     for name, (size, digest) in marker["files"].items():
@@ -144,7 +150,7 @@ def write_marker(path: str | os.PathLike[str], world_size: int = 1) -> str:
 
 
 def remove_marker(path: str | os.PathLike[str]) -> None:
-    """Take back the word that ``path`` is whole, if it was given: the folder may be about to be written over."""
+    """Take back the word that ``path`` is whole, if it was given: the folder is about to be written over."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(path, MARKER))
         _flush_directory(path)
@@ -153,7 +159,7 @@ def remove_marker(path: str | os.PathLike[str]) -> None:
 def read_marker(path: str | os.PathLike[str]) -> dict | None:
     """The marker of the checkpoint folder ``path``; None if there is none that this version can read."""
     marker = _read_json(os.path.join(path, MARKER))
-    return marker if isinstance(marker, dict) and marker.get("format") == FORMAT else None
+    return marker if _well_formed(marker) else None
 
 
 def set_aside_torn(output_dir: str | os.PathLike[str], beyond: int) -> list[str]:
@@ -190,6 +196,24 @@ def fingerprint(file: str | os.PathLike[str]) -> str:
                 f.seek(i * (size - _PIECE_BYTES) // (_PIECES - 1))
                 digest.update(f.read(_PIECE_BYTES))
     return digest.hexdigest()
+
+
+def _well_formed(marker: object) -> bool:
+    def is_entry(entry: object) -> bool:
+        return isinstance(entry, list) and [type(part) for part in entry] == [int, str]
+
+    return (
+        isinstance(marker, dict)
+        and type(marker.get("format")) is int
+        and marker["format"] == FORMAT
+        and isinstance(marker.get("save_id"), str)
+        and type(marker.get("sequence")) is int
+        and marker["sequence"] > 0
+        and isinstance(marker.get("files"), dict)
+        and all(map(is_entry, marker["files"].values()))
+        and isinstance(marker.get("other_ranks"), list)
+        and all(isinstance(name, str) for name in marker["other_ranks"])
+    )
 
 
 def _saved_id(path: str) -> str | None:

@@ -1,23 +1,26 @@
 """The package's optimizers as values of ``TrainingArguments.optim``.
 
-transformers has no way to register an optimizer by name, so two things are added to it, the same on every supported
+transformers has no way to register an optimizer by name, so three things are added to it, the same on every supported
 version:
 
 - ``OptimizerNames``, the enum that ``TrainingArguments`` converts ``optim`` with and ``HfArgumentParser`` takes its
   choices from, gets one member per name;
 - the public static method ``Trainer.get_optimizer_cls_and_kwargs`` is wrapped: our names go to our builders, all
-  others where they went before.
+  others where they went before;
+- the public method ``Trainer.save_model``, with which every save into a checkpoint folder begins, is wrapped: it takes
+  away the mark of an earlier save in that folder first (see ``checkpoints.py``).
 
 (transformers 5 also has a private table of handlers. It is not used: by then ``optim_args`` has been split by code
 that answers a typing mistake with "not enough values to unpack".)
 
-Both are tried out right after they are made. If a later transformers has moved them, one warning says so and names the
-way that needs neither: ``Trainer(optimizer_cls_and_kwargs=hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args,
-model))``.
+The first two are tried out right after they are made. If a later transformers has moved them, one warning says so and
+names the way that needs neither:
+``Trainer(optimizer_cls_and_kwargs=hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args, model))``.
 
 Not reachable from here: a Trainer subclass that overrides ``get_optimizer_cls_and_kwargs`` or ``create_optimizer``
-without calling the original, and a subclass's own ``get_decay_parameter_names`` (the static method has no instance to
-ask; the Trainer's rule is used).
+without calling the original (or ``save_model``: then only sizes and fingerprints tell a half overwritten checkpoint),
+and a subclass's own ``get_decay_parameter_names`` (the static method has no instance to ask; the Trainer's rule is
+used).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import Any
 
 from ..options import parse_options
 from ..registry import get_optimizer, is_registered, list_optimizers
+from .checkpoints import remove_marker
 from .import_hooks import after_import
 
 logger = logging.getLogger("hf_memopt")
@@ -92,34 +96,46 @@ def no_decay_names(model: Any) -> set[str]:
 
 def refuse_unsupported(name: str, args: Any) -> None:
     """Raise NotImplementedError, in one sentence, for a way of training that the optimizers do not support yet."""
-    what = _unsupported(args)
-    if what is not None:
-        raise NotImplementedError(f"optim={name!r} does not support {what}.")
+    for argument, flag, what in _UNSUPPORTED:
+        asked = bool(argument and getattr(args, argument, None))
+        if asked or os.environ.get(flag, "false").lower() in ("1", "true", "yes"):
+            # accelerate sets the flag for the whole process, so it outlives the Trainer that was meant
+            source = (
+                ""
+                if asked
+                else f"; the environment variable {flag} asks for it, set by the launcher or by an earlier Trainer or "
+                f"Accelerator of this process: unset {flag} if this run is not meant to use it"
+            )
+            raise NotImplementedError(f"optim={name!r} does not support {what}{source}.")
+    mode = getattr(getattr(args, "parallel_mode", None), "name", "")
+    if mode in _UNSUPPORTED_MODES:
+        raise NotImplementedError(f"optim={name!r} does not support {_UNSUPPORTED_MODES[mode]}.")
 
 
-def _unsupported(args: Any) -> str | None:
-    def env(flag: str) -> bool:
-        return os.environ.get(flag, "false").lower() in ("1", "true", "yes")
-
-    def mode(*names: str) -> bool:
-        return getattr(getattr(args, "parallel_mode", None), "name", "") in names
-
-    if getattr(args, "deepspeed", None) or env("ACCELERATE_USE_DEEPSPEED"):
-        return (
-            "DeepSpeed yet, which hands optimizers flattened parameters: train without it, with DDP on several GPUs, "
-            "or use adamw_torch"
-        )
-    if getattr(args, "fsdp", None) or env("ACCELERATE_USE_FSDP"):
-        return "FSDP yet: train without it, with DDP if the model fits on each GPU, or use adamw_torch"
-    if env("ACCELERATE_USE_MEGATRON_LM"):
-        return "Megatron-LM: train without it or use adamw_torch"
-    if env("ACCELERATE_USE_PARALLELISM_CONFIG") or getattr(args, "parallelism_config", None):
-        return "tensor, context or sequence parallelism yet: train without parallelism_config or use adamw_torch"
-    if mode("SAGEMAKER_MODEL_PARALLEL"):
-        return "SageMaker model parallelism: train without it or use adamw_torch"
-    if mode("TPU"):
-        return "TPUs: train on the CPU or CUDA or use adamw_torch_xla"
-    return None
+# training argument, flag with which accelerate passes it on, what is not supported
+_UNSUPPORTED = (
+    (
+        "deepspeed",
+        "ACCELERATE_USE_DEEPSPEED",
+        "DeepSpeed yet, which hands optimizers flattened parameters: train without it, with DDP on several GPUs, or "
+        "use adamw_torch",
+    ),
+    (
+        "fsdp",
+        "ACCELERATE_USE_FSDP",
+        "FSDP yet: train without it, with DDP if the model fits on each GPU, or use adamw_torch",
+    ),
+    (None, "ACCELERATE_USE_MEGATRON_LM", "Megatron-LM: train without it or use adamw_torch"),
+    (
+        "parallelism_config",
+        "ACCELERATE_USE_PARALLELISM_CONFIG",
+        "tensor, context or sequence parallelism yet: train without parallelism_config or use adamw_torch",
+    ),
+)
+_UNSUPPORTED_MODES = {
+    "SAGEMAKER_MODEL_PARALLEL": "SageMaker model parallelism: train without it or use adamw_torch",
+    "TPU": "TPUs: train on the CPU or CUDA or use adamw_torch_xla",
+}
 
 
 # -- what is added to transformers -------------------------------------------------------------------------------------
@@ -143,6 +159,16 @@ def add_to_trainer(trainer: ModuleType) -> None:
         _wrap_get_optimizer(trainer.Trainer)
     except Exception as error:
         _warn_registration_failed(error)
+    try:
+        _wrap_save_model(trainer.Trainer)
+    except Exception as error:
+        logger.warning(
+            "hf_memopt could not wrap Trainer.save_model of transformers %s (%s: %s): do not resume from a checkpoint "
+            "that a killed process was writing over.",
+            _transformers_version(),
+            type(error).__name__,
+            error,
+        )
     callbacks = getattr(trainer, "DEFAULT_CALLBACKS", None)
     if not isinstance(callbacks, list):
         logger.warning(
@@ -175,6 +201,21 @@ def _wrap_get_optimizer(trainer_cls: type) -> None:
 
     setattr(get_optimizer_cls_and_kwargs, WRAPPED, True)
     trainer_cls.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
+
+
+def _wrap_save_model(trainer_cls: type) -> None:
+    original = trainer_cls.save_model
+    if getattr(original, WRAPPED, False):
+        return
+
+    @functools.wraps(original)
+    def save_model(self, output_dir=None, *args, **kwargs):
+        if self.args.should_save:
+            remove_marker(output_dir or self.args.output_dir)
+        return original(self, output_dir, *args, **kwargs)
+
+    setattr(save_model, WRAPPED, True)
+    trainer_cls.save_model = save_model
 
 
 def _extend_str_enum(cls: Any, name: str, value: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_llama import arguments, differences, snapshot, tiny_llama, trainer
+from tiny_llama import arguments, differences, snapshot, texts, tiny_llama, trainer
 from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
@@ -65,6 +65,7 @@ def fake_save(path: Path, *, weights: bytes = b"w" * 5000, ranks: int = 1, upto:
     first_rng = "rng_state.pth" if ranks == 1 else "rng_state_0.pth"
     steps = {
         "model.safetensors": lambda: (path / "model.safetensors").write_bytes(weights),
+        "optimizer.pt": lambda: torch.save({"moments": len(weights)}, path / "optimizer.pt"),
         first_rng: lambda: rng(first_rng),
         TRAINER_STATE: state,
     }
@@ -200,11 +201,21 @@ def test_checkpoint_saved_on_sigterm(tmp_path):
     again.train(resume_from_checkpoint=last_complete_checkpoint(tmp_path))
 
 
-def test_save_only_model_and_epoch_saves(tmp_path):
-    trainer(tmp_path, max_steps=-1, num_train_epochs=2, save_strategy="epoch", save_only_model=True).train()
-    last = last_complete_checkpoint(tmp_path)
-    assert last == str(tmp_path / "checkpoint-32")
-    assert "optimizer.pt" not in read_marker(last)["files"]
+def test_epoch_saves(tmp_path):
+    trainer(tmp_path, max_steps=-1, num_train_epochs=2, save_strategy="epoch").train()
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-32")
+
+
+def test_save_only_model_is_no_checkpoint_to_resume_from(tmp_path, caplog):
+    trainer(tmp_path, max_steps=2).train()
+    trainer(tmp_path, max_steps=4, save_only_model=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    reason = "it was saved with save_only_model and holds no optimizer state"
+    assert why_not_whole(tmp_path / "checkpoint-4") == reason
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    with caplog.at_level(logging.WARNING, "hf_memopt"):
+        assert last_complete_checkpoint(tmp_path) is None
+    assert f"checkpoint-4: {reason}" in caplog.text
 
 
 def test_rotation_keeps_whole_checkpoints(tmp_path):
@@ -256,6 +267,40 @@ def test_marker_of_another_format(run):
     marker = run / "checkpoint-6" / MARKER
     marker.write_text(marker.read_text().replace('"format": 1', '"format": 99'))
     assert last_complete_checkpoint(run) == str(run / "checkpoint-4")
+
+
+MALFORMED = [
+    {"format": 1},
+    {"format": True},
+    {"sequence": None},
+    {"sequence": "7"},
+    {"sequence": 0},
+    {"save_id": None},
+    {"files": ["model.safetensors"]},
+    {"files": {"model.safetensors": None}},
+    {"files": {"model.safetensors": [1]}},
+    {"files": {"model.safetensors": ["1", 2]}},
+    {"other_ranks": None},
+    {"other_ranks": [1]},
+]
+
+
+@pytest.mark.parametrize("change", MALFORMED, ids=json.dumps)
+def test_malformed_marker(change, run, caplog):
+    marker = run / "checkpoint-6" / MARKER
+    whole = json.loads(marker.read_text())
+    marker.write_text(json.dumps(change if change == {"format": 1} else {**whole, **change}))
+    reason = f"its marker {MARKER} is damaged or of another version"
+    assert read_marker(run / "checkpoint-6") is None
+    assert why_not_whole(run / "checkpoint-6") == reason
+    assert last_complete_checkpoint(run) == str(run / "checkpoint-4")
+    fake_save(run / "checkpoint-7")  # reads the other markers for its number
+    assert last_complete_checkpoint(run) == str(run / "checkpoint-7")
+    for n in (2, 4, 7):
+        shutil.rmtree(run / f"checkpoint-{n}")
+    with caplog.at_level(logging.WARNING, "hf_memopt"):
+        assert last_complete_checkpoint(run) is None
+    assert f"checkpoint-6: {reason}" in caplog.text
 
 
 def test_half_deleted_by_rotation(run):
@@ -336,10 +381,59 @@ def test_going_back_and_on(tmp_path):
     assert last_complete_checkpoint(tmp_path).endswith("checkpoint-2")
 
 
-def test_training_past_an_old_checkpoint_takes_its_marker(run):
-    """A save at that step would write over it, so from then on it does not count, saved again or not."""
-    trainer(run, max_steps=5, save_strategy="no").train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert [MARKER in names(run / f"checkpoint-{n}") for n in (2, 4, 6)] == [True, False, True]
+def test_training_past_checkpoints_without_saving_leaves_them_whole(run):
+    trainer(run, max_steps=6, save_strategy="no").train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert [why_not_whole(run / f"checkpoint-{n}") for n in (2, 4, 6)] == [None, None, None]
+
+
+class SaveNow(TrainerCallback):
+    """Asks for a save after the package's own callback was called in ``event``."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._ask)
+
+    def _ask(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 4
+
+
+class Killed(BaseException):
+    pass
+
+
+SAVES = {
+    "by steps": {},
+    "asked for in on_step_end": {"save_strategy": "no", "callbacks": [SaveNow("on_step_end")]},
+    "asked for in on_log": {"save_strategy": "no", "callbacks": [SaveNow("on_log")]},
+    "the best": {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 4},
+}
+
+
+@pytest.mark.parametrize("changes", SAVES.values(), ids=SAVES.keys())
+def test_a_save_takes_the_old_marker_before_its_first_file(changes, run, monkeypatch):
+    """Weights of another save can have the fingerprint of the old ones, if little of them is trained."""
+    t = trainer(run, max_steps=4, eval_dataset=texts(8), **changes)
+
+    def killed(*_, **__):
+        assert MARKER not in names(run / "checkpoint-4")
+        raise Killed
+
+    monkeypatch.setattr(t, "_save", killed)
+    with pytest.raises(Killed):
+        t.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert [why_not_whole(run / f"checkpoint-{n}") is None for n in (2, 4, 6)] == [True, False, True]
+
+
+def test_weights_saved_into_a_checkpoint_by_hand_take_its_marker(run):
+    trainer(run, optim="adamw_torch").save_model(str(run / "checkpoint-6"))
+    assert MARKER not in names(run / "checkpoint-6")
+    assert last_complete_checkpoint(run) == str(run / "checkpoint-4")
+
+
+def test_another_process_than_the_saving_one_leaves_the_marker(run, monkeypatch):
+    t = trainer(run)
+    monkeypatch.setattr(TrainingArguments, "should_save", False)
+    t.save_model(str(run / "checkpoint-6"))
+    assert why_not_whole(run / "checkpoint-6") is None
 
 
 def test_marking_fails_but_training_goes_on(tmp_path, monkeypatch, caplog):
@@ -357,7 +451,8 @@ def test_leftover_temporary_marker_is_not_listed(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / f"{MARKER}.tmp").write_text("{")
     fake_save(tmp_path / "checkpoint-1")
-    assert set(read_marker(tmp_path / "checkpoint-1")["files"]) == {"model.safetensors", "rng_state.pth"}
+    listed = set(read_marker(tmp_path / "checkpoint-1")["files"])
+    assert listed == {"model.safetensors", "optimizer.pt", "rng_state.pth"}
 
 
 # -- several processes ----------------------------------------------------------------------------------------------

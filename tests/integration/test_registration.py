@@ -48,16 +48,17 @@ def test_member_behaves_like_the_others(name):
 
 
 def test_registering_again_changes_nothing():
-    before = list(OptimizerNames), Trainer.get_optimizer_cls_and_kwargs
+    before = list(OptimizerNames), Trainer.get_optimizer_cls_and_kwargs, Trainer.save_model
     from transformers.trainer import DEFAULT_CALLBACKS
 
     callbacks = list(DEFAULT_CALLBACKS)
     register()
     register()
-    assert (list(OptimizerNames), Trainer.get_optimizer_cls_and_kwargs) == before
+    assert (list(OptimizerNames), Trainer.get_optimizer_cls_and_kwargs, Trainer.save_model) == before
     assert callbacks == DEFAULT_CALLBACKS
     assert callbacks.count(hf_memopt.MemoptCallback) == 1
-    assert not getattr(Trainer.get_optimizer_cls_and_kwargs.__wrapped__, WRAPPED, False)
+    for wrapped in (Trainer.get_optimizer_cls_and_kwargs, Trainer.save_model):
+        assert not getattr(wrapped.__wrapped__, WRAPPED, False)
 
 
 @pytest.mark.parametrize("first", ["import hf_memopt", "from transformers import Trainer, TrainingArguments"])

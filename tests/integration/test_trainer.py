@@ -235,16 +235,19 @@ def test_unsupported_launchers_are_refused_by_name(flag, what, tmp_path, monkeyp
     ):
         with pytest.raises(
             NotImplementedError, match=f"optim='taco_adamw' does not support {what}.*(train without|use adamw_torch)"
-        ):
+        ) as error:
             refused()
+        assert f"; the environment variable {flag} asks for it" in str(error.value)
+        assert f"unset {flag} if this run is not meant to use it" in str(error.value)
     hf_memopt.MemoptCallback().on_init_end(other, None, None)
 
 
 def test_fsdp_arguments_are_refused(tmp_path):
     args = arguments(tmp_path)
     args.fsdp = ["full_shard"]
-    with pytest.raises(NotImplementedError, match="optim='taco_adamw' does not support FSDP yet: "):
+    with pytest.raises(NotImplementedError, match="optim='taco_adamw' does not support FSDP yet: ") as error:
         hf_memopt.optimizer_cls_and_kwargs("taco_adamw", args, tiny_llama())
+    assert "environment" not in str(error.value)
 
 
 # -- the ways of training -------------------------------------------------------------------------------------------

@@ -43,10 +43,13 @@ def arguments(output_dir, **changes) -> TrainingArguments:
     return TrainingArguments(output_dir=str(output_dir), **{**values, **changes})
 
 
-def trainer(output_dir, *, model=None, dtype: torch.dtype = torch.float32, callbacks=None, **changes) -> Trainer:
+def trainer(
+    output_dir, *, model=None, dtype: torch.dtype = torch.float32, callbacks=None, eval_dataset=None, **changes
+) -> Trainer:
     """An unmodified Trainer on the tiny model."""
     model = tiny_llama(dtype) if model is None else model
-    return Trainer(model, arguments(output_dir, **changes), train_dataset=texts(), callbacks=callbacks)
+    args = arguments(output_dir, **changes)
+    return Trainer(model, args, train_dataset=texts(), eval_dataset=eval_dataset, callbacks=callbacks)
 
 
 def inner(optimizer):
