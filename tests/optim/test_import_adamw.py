@@ -166,6 +166,20 @@ def test_options_stay_and_other_state_is_replaced():
     check_imported(optimizer, model, source)
 
 
+def test_moments_of_a_layer_without_gradients():
+    """All zero, or zero in some rows: the factors stay positive, as in training, and the next steps finite."""
+    model = Net()
+    given = copy.deepcopy(adamw(model, named=True).state_dict())
+    for moment in ("exp_avg", "exp_avg_sq"):
+        given["state"][0][moment].zero_()
+        given["state"][4][moment][5] = 0
+    optimizer = ours(model)
+    import_adamw_state(optimizer, given)
+    assert all(s["exp_avg_sq.row"].min() > 0 for s in optimizer.state.values() if "exp_avg_sq.row" in s)
+    train(optimizer, range(2))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_amsgrad_and_step_as_a_number_are_taken():
     model = Net()
     source = adamw(model, named=True, amsgrad=True)

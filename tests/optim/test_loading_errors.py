@@ -90,11 +90,11 @@ def test_same_shapes_in_another_order():
 
 @pytest.mark.parametrize("groups", [(1, 2), (3,), (1, 1, 1)], ids=str)
 def test_other_groups(groups):
-    refused(saved(make(groups=groups)), "another model or grouping")
+    refused(saved(make(groups=groups)), "groups the same parameters otherwise .*optim_target_modules")
 
 
 def test_other_number_of_parameters():
-    refused(saved(make({"a.weight": (64, 161), "b.weight": (70, 80)}, groups=(1, 1))), "another model or grouping")
+    refused(saved(make({"a.weight": (64, 161), "b.weight": (70, 80)}, groups=(1, 1))), "is only in this optimizer")
 
 
 @pytest.mark.parametrize("own, other", [("ternary", "dense"), ("dense", "ternary"), ("auto", "dense")])
