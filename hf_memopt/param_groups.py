@@ -136,7 +136,9 @@ def _targeted_parameters(model: nn.Module, target_modules: str | Iterable[str]) 
     missing = [label for label, count in hits.items() if count == 0]
     if missing:
         raise ValueError(
-            f"optim_target_modules: {', '.join(map(repr, missing))} matches no module with a trainable matrix; "
+            f"optim_target_modules: {', '.join(map(repr, missing))} matches no module with a trainable matrix "
+            "(a string is a regular expression for a module's whole name, a list holds parts of names, "
+            f"'{ALL_LINEAR}' stands alone); "
             f"modules of this model are for example {', '.join(map(repr, _example_names(model)))}."
         )
     return found
@@ -153,7 +155,7 @@ def _matchers(target_modules: str | Iterable[str]) -> dict:
                 f"optim_target_modules: {target_modules!r} is not a regular expression ({error})."
             ) from None
         return {target_modules: lambda name, module: pattern.fullmatch(name) is not None}
-    parts = list(target_modules)
+    parts = list(target_modules) if isinstance(target_modules, Iterable) else []
     bad = [part for part in parts if not isinstance(part, str) or not part]
     if bad or not parts:
         raise ValueError(

@@ -221,7 +221,7 @@ def test_small_matrices_in_a_target_stay_dense():
 @pytest.mark.parametrize("target", [r"nothing", ["q_proj", "nothing"], ["norm"], ["all-linear"]], ids=str)
 def test_a_pattern_that_matches_no_matrix_is_an_error(target):
     with pytest.raises(
-        ValueError, match="optim_target_modules: .* matches no module with a trainable matrix; .*q_proj"
+        ValueError, match="optim_target_modules: .* matches no module with a trainable matrix .*q_proj"
     ):
         build_param_groups(llama(tied=True), weight_decay=0, no_decay=[], target_modules=target)
 

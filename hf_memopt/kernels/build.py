@@ -74,7 +74,10 @@ def load() -> ctypes.CDLL:
 
 def find_compiler() -> list[str]:
     """The command of the C compiler: the environment variable CC, else cc, gcc or clang."""
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise BuildError(f"the environment variable CC={os.environ['CC']!r} is not a command: {error}") from None
     if named:
         if shutil.which(named[0]) is None:
             raise BuildError(f"the C compiler {named[0]!r} named by the environment variable CC was not found")
@@ -98,7 +101,10 @@ def cache_folder() -> Path:
         root = Path(os.path.realpath(os.path.expanduser(named)))
     else:
         cache = os.environ.get("XDG_CACHE_HOME", "")
-        home = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+        try:
+            home = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+        except RuntimeError as error:  # a user without a home folder, as in some containers
+            raise FileNotFoundError(f"{error}; set HF_MEMOPT_CACHE to a folder of your own") from None
         root = Path(os.path.realpath(home)) / "hf_memopt"
     root.parent.mkdir(parents=True, exist_ok=True)
     folder = root / "kernels"
@@ -219,10 +225,12 @@ def _first_line(text: str) -> str:
 
 def _load_privately(compiler: list[str], key: str, why: str) -> ctypes.CDLL:
     _logger.warning("The CPU kernel is built for this process alone, since the cache cannot be used: %s.", why)
-    with tempfile.TemporaryDirectory(
-        prefix="hf_memopt-"
-    ) as folder:  # mode 0700; a loaded library needs its file no longer
-        return _open(_build(compiler, key, Path(folder)))
+    try:
+        # mode 0700; a loaded library needs its file no longer
+        with tempfile.TemporaryDirectory(prefix="hf_memopt-") as folder:
+            return _open(_build(compiler, key, Path(folder)))
+    except OSError as error:
+        raise BuildError(f"it can be built neither in the cache ({why}) nor in a temporary folder ({error})") from None
 
 
 def _open(path: Path) -> ctypes.CDLL:

@@ -12,6 +12,7 @@ Three facts of the field shape it.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -25,11 +26,15 @@ from .report import GroupRow, MemoryReport, storage_bytes
 
 FORMAT_VERSION = 1
 
+logger = logging.getLogger("hf_memopt")
+
 
 class CodecOptimizer(torch.optim.Optimizer):
     """Base of the package's optimizers. A subclass gives ``CODECS`` (treatment -> moment -> codec) and ``step``."""
 
     CODECS: dict[str, dict[str, Codec]] = {}
+    SAVED_OPTIONS: tuple[str, ...] = ()
+    """Options of the groups, beside torch's own, that a checkpoint brings along."""
 
     # -- parameters -------------------------------------------------------------------------------
 
@@ -134,7 +139,7 @@ class CodecOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"This checkpoint holds the state of another optimizer, not {me}'s: resume with the optimizer that "
                 "wrote it, remove optimizer.pt to start with fresh moments, or bring plain AdamW's moments over with "
-                "hf_memopt.import_adamw_state(optimizer, state_dict)."
+                "hf_memopt.import_adamw_state(optimizer, state_dict, model)."
             )
         if versions != {FORMAT_VERSION}:
             raise ValueError(
@@ -142,10 +147,7 @@ class CodecOptimizer(torch.optim.Optimizer):
                 f"reads version {FORMAT_VERSION}: install the version of hf_memopt that wrote it."
             )
         if sizes != own_sizes:
-            raise ValueError(
-                "This checkpoint's optimizer state is of another model or grouping: "
-                f"it has parameter groups of {sizes} tensors, {me} has {own_sizes}."
-            )
+            raise ValueError(self._other_groups(saved_groups, sizes, own_sizes))
         found = []
         saved_flat = [(g, i, pid) for g in saved_groups for i, pid in enumerate(g["params"])]
         for (group, name, p), (saved_group, i, pid) in zip(self.named_params(), saved_flat, strict=True):
@@ -161,7 +163,23 @@ class CodecOptimizer(torch.optim.Optimizer):
             if state:
                 self._check_state(state, group, name, p)
                 found.append((p, state))
+        self._tell_kept_options(saved_groups)
         return found
+
+    def _tell_kept_options(self, saved_groups: list[dict]) -> None:
+        """As in torch a checkpoint's options win over those given; for ours it is said."""
+        kept = {
+            f"{key}={saved[key]}": f"{key}={own[key]}"
+            for saved, own in zip(saved_groups, self.param_groups, strict=True)
+            for key in self.SAVED_OPTIONS
+            if key in saved and saved[key] != own[key]
+        }
+        if kept:
+            logger.warning(
+                "The checkpoint was written with %s, which is kept so that the run goes on as it began; %s is ignored.",
+                ", ".join(kept),
+                ", ".join(dict.fromkeys(kept.values())),
+            )
 
     def _check_state(self, state: dict, group: dict, name: str, p: Tensor) -> None:
         specs = all_specs(self.CODECS[self.treatment_of(group, p)], p.shape)
@@ -176,6 +194,25 @@ class CodecOptimizer(torch.optim.Optimizer):
                 f"This checkpoint's optimizer state is of another model: {wrong!r} of {name!r} is {given[wrong]} "
                 f"where {expected[wrong]} is needed."
             )
+
+    def _other_groups(self, saved_groups: list[dict], sizes: list[int], own_sizes: list[int]) -> str:
+        """Why the groups differ, as far as the names tell."""
+        groups = f"it has parameter groups of {sizes} tensors, {type(self).__name__} has {own_sizes}"
+        saved_names = {name for g in saved_groups for name in g.get("param_names") or ()}
+        own_names = {name for g in self.param_groups for name in g.get("param_names") or ()}
+        if not saved_names or not own_names:
+            return f"This checkpoint's optimizer state is of another model or grouping: {groups}."
+        if saved_names == own_names:
+            return (
+                f"This checkpoint groups the same parameters otherwise ({groups}): "
+                "set the same optim_args, optim_target_modules and weight_decay as in the run that wrote it."
+            )
+        difference = [f"{n!r} is only in the checkpoint" for n in sorted(saved_names - own_names)[:2]]
+        difference += [f"{n!r} is only in this optimizer" for n in sorted(own_names - saved_names)[:2]]
+        return (
+            "This checkpoint's optimizer state is of another model, or other parameters are frozen: "
+            f"{', '.join(difference)}."
+        )
 
     def _other_moments(self, group: dict, name: str, p: Tensor) -> ValueError:
         return ValueError(

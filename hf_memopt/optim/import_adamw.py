@@ -6,6 +6,7 @@ carried into here and is dropped: about a fifth of its energy, once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,11 +23,19 @@ def import_adamw_state(optimizer: CodecOptimizer, state_dict: dict[str, Any], mo
 
     Parameters are matched by name where the state has ``param_names``; else in the Trainer's order of ``model``'s
     parameters; else by position, if the groups are the same. Options of the groups (lr, betas, ...) stay as they are in
-    ``optimizer``.
+    ``optimizer``, which may be the Trainer's (wrapped by accelerate). The running maximum of ``amsgrad`` is dropped.
 
     Raises:
         ValueError: the state is not plain AdamW's, or belongs to another model.
     """
+    while not isinstance(optimizer, CodecOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # accelerate wraps optimizers
+    if not isinstance(optimizer, CodecOptimizer):
+        raise ValueError(f"import_adamw_state fills an optimizer of hf_memopt, got {type(optimizer).__name__}.")
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "import_adamw_state takes the state_dict() of a torch.optim.AdamW, for example torch.load('optimizer.pt')."
+        )
     source = _by_name(optimizer, state_dict, model)
     filled = {}
     for group, name, p in optimizer.named_params():

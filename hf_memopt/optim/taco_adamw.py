@@ -27,7 +27,7 @@ hash of (seed, parameter name, step, element), so no generator is stored and res
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +66,8 @@ class TacoAdamW(CodecOptimizer):
         "dense": {"exp_avg": Dense(), "exp_avg_sq": Dense()},
     }
 
+    SAVED_OPTIONS = ("seed", "stochastic_rounding")
+
     def __init__(
         self,
         params: Any,
@@ -79,14 +81,19 @@ class TacoAdamW(CodecOptimizer):
         stochastic_rounding: bool = True,
         kernel: str = "auto",
     ) -> None:
-        if not lr >= 0.0:
-            raise ValueError(f"lr must be at least 0, got {lr}.")
-        if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
+        if not _is_number(lr, torch.Tensor) or not 0.0 <= lr < float("inf"):
+            raise ValueError(f"lr must be a finite number of at least 0, got {lr!r}.")
+        pair = isinstance(betas, Sequence) and len(betas) == 2 and all(_is_number(b) for b in betas)
+        if not pair or not all(0.0 <= b < 1.0 for b in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas}.")
-        if not eps >= 0.0:
-            raise ValueError(f"eps must be at least 0, got {eps}.")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"weight_decay must be at least 0, got {weight_decay}.")
+        for name, value in (("eps", eps), ("weight_decay", weight_decay)):
+            if not _is_number(value) or not 0.0 <= value < float("inf"):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}.")
+        for name, value in (("stochastic_rounding", stochastic_rounding), ("maximize", maximize)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}.")
         if kernel not in kernels.KERNELS:
             raise ValueError(f"kernel={kernel!r} is not a kernel: choose one of {', '.join(kernels.KERNELS)}.")
         self.kernel = kernel
@@ -225,3 +232,7 @@ def _as_matrix(p: Tensor, shape: tuple[int, int]) -> tuple[Tensor, bool]:
         return p.view(shape), False
     except RuntimeError:
         return p.reshape(shape), True
+
+
+def _is_number(x: Any, *also: type) -> bool:
+    return isinstance(x, (int, float, *also)) and not isinstance(x, bool)

@@ -318,3 +318,27 @@ def test_loading_changes_nothing_about_arithmetic():
         "assert torch.tensor([1e-40]).mul(0.5).item() > 0 and 5e-324 > 0.0 and 2.2e-308 / 4 > 0.0"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_a_cc_that_is_no_command_is_named(monkeypatch):
+    monkeypatch.setenv("CC", 'gcc "')
+    with pytest.raises(build.BuildError, match="CC='gcc \"' is not a command"):
+        build.find_compiler()
+
+
+def test_a_user_without_a_home_gets_a_private_build(monkeypatch, caplog):
+    for name in ("HOME", "XDG_CACHE_HOME", "HF_MEMOPT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does for a uid without an entry
+    with caplog.at_level("WARNING", "hf_memopt"):
+        assert build.load() is not None
+    assert "HF_MEMOPT_CACHE" in caplog.text
+
+
+def test_no_folder_at_all_is_a_build_error(monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("HF_MEMOPT_CACHE", str(file))
+    monkeypatch.setattr("tempfile.tempdir", str(file))
+    with pytest.raises(build.BuildError, match="neither in the cache .* nor in a temporary folder"):
+        build.load()
