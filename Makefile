@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c requirements/lock.txt
 RUN = $(VENV)/bin/python
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 
 .PHONY: demo test check assets bench bench-step clean
 .DELETE_ON_ERROR:
