@@ -282,13 +282,13 @@ def test_vectors_cannot_be_ternary():
 @pytest.mark.parametrize(
     "option, value, sentence",
     [
-        ("lr", -1.0, "lr must be at least 0"),
-        ("lr", float("nan"), "lr must be at least 0"),
+        ("lr", -1.0, "lr must be a finite number of at least 0"),
+        ("lr", float("nan"), "lr must be a finite number of at least 0"),
         ("betas", (0.9, 1.0), r"betas must be two numbers in \[0, 1\)"),
         ("betas", (-0.1, 0.9), r"betas must be two numbers in \[0, 1\)"),
         ("betas", (0.9,), r"betas must be two numbers in \[0, 1\)"),
-        ("eps", -1e-8, "eps must be at least 0"),
-        ("weight_decay", -0.1, "weight_decay must be at least 0"),
+        ("eps", -1e-8, "eps must be a finite number of at least 0"),
+        ("weight_decay", -0.1, "weight_decay must be a finite number of at least 0"),
         ("kernel", "fast", "kernel='fast' is not a kernel: choose one of auto, reference, compiled, triton"),
     ],
 )
