@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c requirements/lock.txt
 RUN = $(VENV)/bin/python
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test check assets bench bench-step clean
+.PHONY: gpu demo test check assets bench bench-step clean
 .DELETE_ON_ERROR:
 
 demo: assets ## fine-tune SmolLM2-135M twice and compare: table and plot in output/demo
@@ -27,6 +27,9 @@ bench: assets $(VENV)/.test ## the quality figures: hours; stop it at any moment
 bench-step: $(VENV)/.test ## time and memory of one optimizer step, ours and others'; stop and call again as you like
 	$(PIP) --no-deps -r requirements/peers.txt
 	$(RUN) -m benchmarks.optimizer_step --all
+
+gpu: ## correctness, speed, memory and a fine-tune on a CUDA machine, with the torch and triton that are installed there
+	$(PYTHON) -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV) output build dist *.egg-info

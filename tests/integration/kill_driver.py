@@ -30,8 +30,15 @@ def train(output: Path, dtype: str, result: Path) -> None:
     """Train to the end from the last whole checkpoint; ``result`` gets weights and state."""
     torch.set_num_threads(1)
     model = tiny_llama(getattr(torch, dtype), hidden_size=256, intermediate_size=512)
-    t = trainer(output, model=model, max_steps=STEPS, save_steps=1, save_total_limit=2)
-    t.train(resume_from_checkpoint=hf_memopt.last_complete_checkpoint(output))
+    last = hf_memopt.last_complete_checkpoint(output)
+    if last and last.endswith(f"checkpoint-{STEPS}"):
+        # killed after its last save: there is nothing left to train, and a resumed Trainer would take one step more
+        t = trainer(output, model=type(model).from_pretrained(last, dtype=model.dtype), max_steps=STEPS)
+        t.create_optimizer()
+        t.optimizer.load_state_dict(torch.load(os.path.join(last, "optimizer.pt"), weights_only=True))
+    else:
+        t = trainer(output, model=model, max_steps=STEPS, save_steps=1, save_total_limit=2)
+        t.train(resume_from_checkpoint=last)
     torch.save(snapshot(t), result.with_suffix(".tmp"))
     os.replace(result.with_suffix(".tmp"), result)
 
