@@ -7,10 +7,12 @@ hf-memopt list --json     the same for programs
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .options import describe_options
 from .registry import OptimizerSpec, list_optimizers
@@ -26,9 +28,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     listing = commands.add_parser("list", help="list the optimizers, with their options")
     listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(run=lambda args: print(to_json() if args.json else table()))
-    args = parser.parse_args(argv)
-    args.run(args)
+    with quiet_when_nobody_reads(parser.prog):
+        args = parser.parse_args(argv)
+        args.run(args)
     return 0
+
+
+@contextlib.contextmanager
+def quiet_when_nobody_reads(program: str) -> Iterator[None]:
+    """Around what prints: ends with status 1, without a traceback, where the output cannot be written.
+
+    Silently if the reader has gone (``hf-memopt list | head -1``), else with one sentence (a full disk).
+    """
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)  # here, not at the interpreter's end, where nothing can be caught
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):
+            # what is still buffered must have somewhere to go
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"{program}: the output could not be written: {error.strerror}.", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def table() -> str:

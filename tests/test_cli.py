@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -49,3 +50,26 @@ def test_version(capsys):
 
 def test_as_a_module():
     assert "taco_adamw" in subprocess.check_output([sys.executable, "-m", "hf_memopt", "list"], text=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["hf_memopt", "list"], ["hf_memopt", "--help"], ["hf_memopt.run", "--help"]],
+    ids=" ".join,
+)
+def test_a_reader_that_has_gone_is_no_error(command):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", *command], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.stderr == "" and done.returncode in (0, 1)  # argparse ignores what it cannot print of its help
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hf_memopt", "list"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "hf-memopt: the output could not be written: No space left on device.\n"

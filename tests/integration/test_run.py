@@ -90,6 +90,52 @@ def test_usage_and_missing_script(scripts):
     assert "torchrun" in run("-m", "hf_memopt.run", "--help", cwd=scripts).stdout
 
 
+@pytest.mark.parametrize(
+    "target, sentence",
+    [
+        (["-m", "nomod"], "No module named 'nomod'."),
+        (["-m", "pkg.none"], "No module named 'pkg.none'."),
+        (["-m", "pkg.show.none"], "No module named 'pkg.show.none'."),
+        (["-m", "none.at.all"], "No module named 'none.at.all'."),
+        (["-m", ".show"], "No module named '.show'."),
+        (["-m", ""], "No module named ''."),
+        (["-m", "pkg"], "No module named 'pkg.__main__'; 'pkg' is a package and cannot be run itself."),
+        (["-m", "scripts"], "No module named 'scripts.__main__'; 'scripts' is a package and cannot be run itself."),
+        (
+            ["-m", "root.py"],
+            "No module named 'root.py'; a script is run without -m: python -m hf_memopt.run root.py.",
+        ),
+        (["scripts"], "there is no __main__.py in 'scripts'."),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_cannot_be_run_is_said_in_one_sentence(scripts, target, sentence):
+    (scripts / "root.py").write_text(SHOW)
+    run(*target, cwd=scripts, expect=1)  # plain Python's status
+    assert run("-m", "hf_memopt.run", *target, cwd=scripts, expect=1).stderr == f"hf_memopt.run: {sentence}\n"
+
+
+def test_a_package_and_a_folder_with_a_main_are_run(scripts):
+    for folder in ("pkg", "scripts"):
+        (scripts / folder / "__main__.py").write_text(SHOW)
+    for target in (["-m", "pkg"], ["-m", "pkg.__main__"], ["scripts"]):
+        plain = shown(run(*target, cwd=scripts))
+        ours = shown(run("-m", "hf_memopt.run", *target, cwd=scripts))
+        plain["main_is_me"] = ours["main_is_me"] = None  # runpy has a module of its own there
+        ours["path0"] = str(scripts / ours["path0"])
+        assert ours == plain
+
+
+def test_import_errors_of_the_program_itself_keep_their_traceback(scripts):
+    for name in ("outer", "outer/inner"):
+        (scripts / name).mkdir()
+    (scripts / "outer" / "__init__.py").write_text("import missing_dependency")
+    (scripts / "own.py").write_text("import missing_dependency")
+    for module in ("outer.inner", "own"):
+        err = run("-m", "hf_memopt.run", "-m", module, cwd=scripts, expect=1).stderr
+        assert "Traceback" in err and "No module named 'missing_dependency'" in err
+
+
 def test_a_training_script_that_does_not_know_the_package(tmp_path):
     """It builds its parser and Trainer itself; the name comes from the command line."""
     (tmp_path / "train.py").write_text(
