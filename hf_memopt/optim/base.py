@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,6 +102,10 @@ class CodecOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is of another format, model or optimizer; nothing has been changed then.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"This is not the state_dict() of an optimizer: a dict is needed, got {type(state_dict).__name__}."
+            )
         checked: list[tuple[Tensor, dict]] = []
 
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +134,12 @@ class CodecOptimizer(torch.optim.Optimizer):
     def _check_loadable(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict]]:
         me = type(self).__name__
         saved_groups = state_dict.get("param_groups")
-        if not saved_groups or "state" not in state_dict:
+        if not saved_groups or not isinstance(state_dict.get("state"), Mapping):
             raise ValueError("This is not the state_dict() of an optimizer: it lacks 'state' or 'param_groups'.")
+        if not isinstance(saved_groups, (list, tuple)) or not all(
+            isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in saved_groups
+        ):
+            raise ValueError("This is not the state_dict() of an optimizer: 'param_groups' is no list of groups.")
         sizes = [len(g["params"]) for g in saved_groups]
         own_sizes = [len(g["params"]) for g in self.param_groups]
         versions = {g.get("format_version") for g in saved_groups}
@@ -185,7 +193,7 @@ class CodecOptimizer(torch.optim.Optimizer):
         specs = all_specs(self.CODECS[self.treatment_of(group, p)], p.shape)
         expected = {key: _describe(spec.shape, spec.dtype) for key, spec in specs.items()}
         expected["step"] = _describe((), torch.float32)
-        if state.keys() != {*expected, "skipped"}:
+        if not isinstance(state, Mapping) or state.keys() != {*expected, "skipped"}:
             raise self._other_moments(group, name, p)
         given = {key: _describe(v.shape, v.dtype) if torch.is_tensor(v) else repr(v) for key, v in state.items()}
         wrong = next((key for key in expected if given[key] != expected[key]), None)

@@ -38,6 +38,33 @@ def refused(given: dict, sentence: str, optimizer: TacoAdamW | None = None) -> N
     train(optimizer, range(1))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        [],
+        ["param_groups", "state"],
+        "optimizer.pt",
+        7,
+        {"param_groups": None, "state": {}},
+        {"param_groups": "ab", "state": {}},
+        {"param_groups": [None, None], "state": {}},
+        {"param_groups": [{}, {}], "state": {}},
+        {"param_groups": [{"params": 0}, {"params": 1}], "state": {}},
+        {"param_groups": [{"params": [0]}], "state": None},
+    ],
+    ids=repr,
+)
+def test_what_is_no_state_at_all(given):
+    refused(given, r"^This is not the state_dict\(\) of an optimizer: ")
+
+
+def test_states_of_a_parameter_that_are_no_dict():
+    given = saved()
+    given["state"][1] = [1, 2]
+    refused(given, "keeps other moments for 'b.weight'")
+
+
 @pytest.mark.parametrize("version", [0, 2, "1", "next"])
 def test_another_format_version(version):
     given = saved()
