@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import yaml
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
 
 import hf_memopt  # noqa: F401  registers optim="taco_adamw"
@@ -33,10 +34,10 @@ class ScriptArguments:
     held_out_blocks: int = 8
 
 
-def read_blocks(files: list[pathlib.Path], tokenizer, block_tokens: int) -> list[dict[str, torch.Tensor]]:
+def read_blocks(files: list[pathlib.Path], tokenizer, block_tokens: int, what: str) -> list[dict[str, torch.Tensor]]:
     """The files' tokens in blocks of `block_tokens`; what is left over at the end of a file is dropped."""
     blocks = []
-    for file in files:
+    for file in tqdm(files, f"tokenising the {what} texts", unit=" files"):
         ids = torch.tensor(tokenizer(file.read_text(encoding="utf8"), verbose=False)["input_ids"])
         blocks += [{"input_ids": b, "labels": b} for b in ids.split(block_tokens) if len(b) == block_tokens]
     return blocks
@@ -56,8 +57,9 @@ def main() -> None:
         )
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path)
-    held_out = read_blocks(files[-script.held_out_files :], tokenizer, script.block_tokens)[: script.held_out_blocks]
-    training = read_blocks(files[: -script.held_out_files], tokenizer, script.block_tokens)
+    held_out = read_blocks(files[-script.held_out_files :], tokenizer, script.block_tokens, "held-out")
+    training = read_blocks(files[: -script.held_out_files], tokenizer, script.block_tokens, "training")
+    held_out = held_out[: script.held_out_blocks]
 
     trainer = Trainer(model=model, args=args, train_dataset=training, eval_dataset=held_out)
     before = trainer.evaluate()["eval_loss"]

@@ -15,12 +15,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def python(*arguments: str, cwd: pathlib.Path) -> str:
+def python(*arguments: str, cwd: pathlib.Path) -> tuple[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
@@ -34,14 +34,15 @@ def test_examples_are_short_and_say_how_to_run_them(path):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_example_trains(path, tmp_path):
     short = ["--max_steps", "3", "--block_tokens", "64", "--held_out_blocks", "2", "--warmup_steps", "0"]
-    out = python(str(path), *short, "--output_dir", str(tmp_path), cwd=tmp_path)
+    out, err = python(str(path), *short, "--output_dir", str(tmp_path), cwd=tmp_path)
     before, after = map(float, re.search(r"held-out loss: ([\d.]+) -> ([\d.]+) in 3 steps", out).groups())
     assert 1 < after < before < 10
+    assert "tokenising the training texts: 100%" in err, "what takes seconds shows that it is at work"
 
 
 @needs_assets
 def test_the_program_in_the_readme_runs(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf8"), re.DOTALL)
     (tmp_path / ".demo").symlink_to(demo_dir())
-    out = python("-c", program, cwd=tmp_path)
+    out, _ = python("-c", program, cwd=tmp_path)
     assert "134,515,008" in out
