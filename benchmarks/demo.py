@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ from benchmarks.common import ROOT
 STRATEGIES = ("taco_adamw", "adamw_torch")
 STEPS = 36
 LEARNING_RATE = 1e-4
+SMOOTHED = 8
+"""Steps of 2 texts are averaged for the curve: single ones differ more from each other than training changes them."""
 MB = 1e6
 
 
@@ -35,6 +38,7 @@ def rows(results: list[dict[str, Any]]) -> list[dict[str, str]]:
             "after": f"{r['after']:.3f}",
             "optimizer state": f"{r['state_bytes'] / MB:,.1f} MB",
             "bits a parameter": f"{r['bits_per_parameter']:.2f}",
+            "peak memory": f"{r['peak_memory_bytes'] / MB:,.0f} MB",
             "seconds a step": f"{r['step_seconds']:.2f}",
             "of which optimizer": f"{r['optimizer_seconds'] / r['step_seconds']:.1%}",
         }
@@ -57,8 +61,14 @@ def table(cells: list[dict[str, str]]) -> str:
     return "\n".join([line(heads), rule, *(line([c[h] for h in heads]) for c in cells)])
 
 
+def running_mean(values: list[float], width: int = SMOOTHED) -> list[float]:
+    """Mean of the last ``width`` values at each step; of those there are at the beginning."""
+    return [statistics.mean(values[max(0, i - width) : i]) for i in range(1, len(values) + 1)]
+
+
 def plot(results: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Left: loss of each step and on the held-out text. Right: bytes held through training, by component."""
+    """Left: loss of each step (points), its running mean, and the held-out loss. Right: bytes held through training, by
+    component."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,8 +80,9 @@ def plot(results: list[dict[str, Any]], path: pathlib.Path) -> None:
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1.25, 1), layout="constrained")
     for r in results:
-        steps = range(1, len(r["curve"]) + 1)
-        left.plot(steps, r["curve"], color=colour[r["optim"]], label=f"{r['optim']}, training", **look[r["optim"]])
+        steps, drawn = range(1, len(r["curve"]) + 1), {"color": colour[r["optim"]], **look[r["optim"]]}
+        left.scatter(steps, r["curve"], color=drawn["color"], s=12, alpha=0.3, linewidths=0, zorder=1)
+        left.plot(steps, running_mean(r["curve"]), label=f"{r['optim']}, training, mean of {SMOOTHED} steps", **drawn)
     for r, marker, size in zip(results, "ox", (70, 55), strict=True):
         style = {"color": colour[r["optim"]], "marker": marker, "s": size, "zorder": 4, "linewidths": 2}
         left.scatter([0, r["steps"]], [r["before"], r["after"]], label=f"{r['optim']}, held out", **style)

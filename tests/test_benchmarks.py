@@ -29,6 +29,7 @@ def result(optim: str, lr: float = 1e-4, seed: int = 0, after: float = 3.2, **mo
         "gradient_bytes": 4_000_000,
         "state_bytes": 400_000,
         "bits_per_parameter": 3.3,
+        "peak_memory_bytes": 1_234_000_000,
         "step_seconds": 2.0,
         "optimizer_seconds": 0.1,
         "versions": {"torch": "2.13.0", "transformers": "5.24.0"},
@@ -123,9 +124,14 @@ def test_the_demo_ends_with_a_table_and_a_plot(tmp_path):
     results = [result("taco_adamw"), result("adamw_torch", state_bytes=8_000_000, bits_per_parameter=64.0)]
     text = demo.table(demo.rows(results))
     assert len({len(line) for line in text.splitlines()}) == 1
-    assert re.search(r"\| taco_adamw .* 0\.4 MB .* 3\.30 .* 2\.00 .* 5\.0% \|", text)
+    assert re.search(r"\| taco_adamw .* 0\.4 MB .* 3\.30 .* 1,234 MB .* 2\.00 .* 5\.0% \|", text)
     demo.plot(results, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_curve_of_the_demo_is_a_mean_of_what_came_before():
+    assert demo.running_mean([4.0, 2.0, 0.0, 2.0], width=2) == [4.0, 3.0, 1.0, 1.0]
+    assert demo.running_mean([], width=2) == []
 
 
 def test_the_quality_page_has_a_row_a_strategy_and_leaves_shortened_runs_out(tmp_path, monkeypatch):
