@@ -62,6 +62,23 @@ def state_bytes(optimizer: Any) -> int:
     return storage_bytes(dict(getattr(optimizer, "optimizer", optimizer).state))
 
 
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """What each parameter group was trained with: its number of weights, its learning rate before the schedule, and
+    every other setting that is a number, a flag or a text."""
+    groups = []
+    for group in optimizer.param_groups:
+        found: dict[str, Any] = {"parameters": sum(p.numel() for p in group["params"])}
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            plain = value if isinstance(value, (tuple, list)) and key != "param_names" else [value]
+            if key != "params" and all(isinstance(v, (bool, int, float, str)) for v in plain):
+                found[key] = list(plain) if plain is value else value
+        found["lr"] = found.pop("initial_lr", found.get("lr"))
+        groups.append(found)
+    return groups
+
+
 def reset_peak_memory() -> None:
     """Start a new measurement of the process's highest resident memory, where the system allows it (Linux)."""
     try:

