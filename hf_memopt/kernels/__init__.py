@@ -10,13 +10,15 @@ auto          triton on CUDA, compiled on the CPU, else reference
 ============  ==========================================================  =======================
 
 All give the same weights and the same state, bit for bit (``README.md``), so the choice is about speed alone and a
-checkpoint does not remember it.
+checkpoint does not remember it. The memory simulation has a backend of its own, which ``simulating`` switches on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+from collections.abc import Iterator
 from types import ModuleType
 
 KERNELS = ("auto", "reference", "compiled", "triton")
@@ -24,6 +26,18 @@ KERNELS = ("auto", "reference", "compiled", "triton")
 _DEVICES = {"compiled": "cpu", "triton": "cuda"}
 _logger = logging.getLogger("hf_memopt")
 _told: set[str] = set()
+_simulations = 0
+
+
+@contextlib.contextmanager
+def simulating() -> Iterator[None]:
+    """Within this context every choice is the backend for fake tensors, which refuses real ones (``simulated.py``)."""
+    global _simulations
+    _simulations += 1
+    try:
+        yield
+    finally:
+        _simulations -= 1
 
 
 def select(kernel: str, device_type: str) -> tuple[str, ModuleType]:
@@ -34,6 +48,8 @@ def select(kernel: str, device_type: str) -> tuple[str, ModuleType]:
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} is not a kernel: choose one of {', '.join(KERNELS)}.")
+    if _simulations:
+        return "simulated", _backend("simulated")
     if kernel == "reference":
         return kernel, _backend(kernel)
     if kernel == "auto":

@@ -115,6 +115,16 @@ class Plan:
         """Temporaries of a step."""
         return 8 * (self.partial_sums + 2 * PARTS) + 4 * (self.n + 2 * self.k)
 
+    def workspace(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The temporaries themselves: the partial sums (float64) with the parts of two means behind them; old row
+        factor, old column factor and inverse new column factor (fp32).
+        """
+        sums = torch.empty(self.partial_sums + 2 * PARTS, dtype=torch.float64, device=device)
+        row, col, col_inv = (
+            torch.empty(size, dtype=torch.float32, device=device) for size in (self.n, self.k, self.k)
+        )
+        return sums, row, col, col_inv
+
 
 def ternary_adamw_(
     param: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepScalars, applied: Tensor | None = None
@@ -139,13 +149,12 @@ def ternary_adamw_(
     """
     from . import triton_kernels as kernels
 
-    n, k = _check(param, grad, state, ternary=True)
-    applied = _answer(applied, param.device)
+    n, k = check(param, grad, state, ternary=True)
+    applied = answer(applied, param.device)
     if n == 0 or k == 0:
         return applied
     plan = Plan(n, k)
-    sums = torch.empty(plan.partial_sums + 2 * PARTS, dtype=torch.float64, device=param.device)
-    old_row, old_col, col_inv = (torch.empty(size, dtype=torch.float32, device=param.device) for size in (n, k, k))
+    sums, old_row, old_col, col_inv = plan.workspace(param.device)
     means = sums[plan.partial_sums :]
     codes_m, codes_v, scale = state["exp_avg.codes"], state["exp_avg_sq.codes"], state["exp_avg.scale"]
     row, col = state["exp_avg_sq.row"], state["exp_avg_sq.col"]
@@ -183,8 +192,8 @@ def dense_adamw_(
     """
     from . import triton_kernels as kernels
 
-    n, k = _check(param, grad, state, ternary=False)
-    applied = _answer(applied, param.device)
+    n, k = check(param, grad, state, ternary=False)
+    applied = answer(applied, param.device)
     if n == 0 or k == 0:
         return applied
     rows, cols = DENSE_VECTOR_TILE if k == 1 else DENSE_TILE
@@ -225,7 +234,7 @@ def bytes_moved(n: int, k: int, param_dtype: torch.dtype, grad_dtype: torch.dtyp
     return parts | {"total": sum(parts.values()), "floor": floor}
 
 
-def _check(param: Tensor, grad: Tensor, state: dict[str, Tensor], ternary: bool) -> tuple[int, int]:
+def check(param: Tensor, grad: Tensor, state: dict[str, Tensor], ternary: bool) -> tuple[int, int]:
     """(n, k), once everything has the layout that the kernels take for granted: a wrong one would write elsewhere."""
     if param.dtype not in _DTYPES or grad.dtype not in _DTYPES:
         raise ValueError(
@@ -264,7 +273,8 @@ def _check(param: Tensor, grad: Tensor, state: dict[str, Tensor], ternary: bool)
     return n, k
 
 
-def _answer(applied: Tensor | None, device: torch.device) -> Tensor:
+def answer(applied: Tensor | None, device: torch.device) -> Tensor:
+    """Where a step's answer goes: ``applied``, or a new one."""
     return torch.ones((), dtype=torch.bool, device=device) if applied is None else applied
 
 
