@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .integrations.callbacks import MemoptCallback, MemoryReportCallback
     from .integrations.checkpoints import last_complete_checkpoint
     from .integrations.trainer import optimizer_cls_and_kwargs
-    from .optim import TacoAdamW, import_adamw_state
+    from .optim import Taco, TacoAdamW, import_adamw_state
     from .optim.report import MemoryReport
-    from .options import TacoAdamWOptions, parse_options
+    from .options import TacoAdamWOptions, TacoOptions, parse_options
     from .param_groups import build_param_groups
 
 __version__ = "0.1.0"
@@ -28,8 +28,10 @@ _HOMES = {
     "MemoptCallback": ".integrations.callbacks",
     "MemoryReport": ".optim.report",
     "MemoryReportCallback": ".integrations.callbacks",
+    "Taco": ".optim",
     "TacoAdamW": ".optim",
     "TacoAdamWOptions": ".options",
+    "TacoOptions": ".options",
     "build_param_groups": ".param_groups",
     "import_adamw_state": ".optim",
     "last_complete_checkpoint": ".integrations.checkpoints",
@@ -42,8 +44,10 @@ __all__ = [
     "MemoryReport",
     "MemoryReportCallback",
     "OptimizerSpec",
+    "Taco",
     "TacoAdamW",
     "TacoAdamWOptions",
+    "TacoOptions",
     "__version__",
     "build_param_groups",
     "get_optimizer",

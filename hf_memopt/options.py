@@ -37,6 +37,9 @@ class TacoAdamWOptions:
         stochastic_rounding: Round bf16 and fp16 weights stochastically on write-back. Without it, updates below half a
             unit in the last place are lost.
         kernel: Which implementation of the step runs. ``auto`` takes the fastest that works on the parameter's device.
+        update_in_backward: Step each parameter as soon as its gradient is complete and free the gradient. Excludes
+            gradient accumulation, clipping of the global norm, fp16 and several processes.
+        clip_per_parameter: With ``update_in_backward``, the largest L2 norm of each parameter's gradient.
     """
 
     strategy: ClassVar[str] = "taco_adamw"
@@ -45,13 +48,61 @@ class TacoAdamWOptions:
     dense_embeddings: bool = False
     stochastic_rounding: bool = True
     kernel: Literal["auto", "reference", "compiled", "triton"] = "auto"
+    update_in_backward: bool = False
+    clip_per_parameter: float | None = None
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"{self.strategy}: option 'seed' must be 0 or more, got {self.seed}.")
+        if self.clip_per_parameter is not None:
+            if self.clip_per_parameter <= 0:
+                raise ValueError(
+                    f"{self.strategy}: option 'clip_per_parameter' must be above 0, got {self.clip_per_parameter}."
+                )
+            if not self.update_in_backward:
+                raise ValueError(
+                    f"{self.strategy}: option 'clip_per_parameter' needs update_in_backward=true; without it set "
+                    "max_grad_norm, which clips the norm of all gradients together."
+                )
 
 
-def parse_options(cls: type[T], given: str | Mapping[str, Any] | None, *, strategy: str | None = None) -> T:
+@dataclass(frozen=True)
+class TacoOptions(TacoAdamWOptions):
+    """Options of ``optim="taco"``; those of ``taco_adamw`` and these.
+
+    Args:
+        k: Entries of each column of a linear layer that the history keeps, 0 to 1024. 0 is the history-free method,
+            which is unstable.
+        decay: Of the history, a step. At least 0, below 1.
+        lr_scale: The chosen entry of a column moves by learning_rate * lr_scale.
+        dimension_scale: Multiply that by rows / columns of the matrix.
+    """
+
+    strategy: ClassVar[str] = "taco"
+
+    k: int = 16
+    decay: float = 0.9
+    lr_scale: float = 50.0
+    dimension_scale: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value, allowed, says in (
+            ("k", self.k, 0 <= self.k <= 1024, "from 0 to 1024"),
+            ("decay", self.decay, 0 <= self.decay < 1, "at least 0 and below 1"),
+            ("lr_scale", self.lr_scale, self.lr_scale >= 0, "0 or more"),
+        ):
+            if not allowed:
+                raise ValueError(f"{self.strategy}: option {key!r} must be {says}, got {value}.")
+
+
+def parse_options(
+    cls: type[T],
+    given: str | Mapping[str, Any] | None,
+    *,
+    strategy: str | None = None,
+    preset: Mapping[str, Any] | None = None,
+) -> T:
     """Fill the options dataclass ``cls`` from text or a mapping.
 
     Args:
@@ -59,6 +110,7 @@ def parse_options(cls: type[T], given: str | Mapping[str, Any] | None, *, strate
         given: ``"key=value,key=value"`` (spaces are ignored), a mapping of keys to text or typed values, or nothing for
             all defaults.
         strategy: Name used in error sentences; by default ``cls.strategy``.
+        preset: Options that the strategy's name fixes; they may be given too, but not otherwise.
 
     Returns:
         An instance of ``cls``; keys that were not given keep their defaults.
@@ -81,6 +133,12 @@ def parse_options(cls: type[T], given: str | Mapping[str, Any] | None, *, strate
             raise ValueError(
                 f"{name}: option {key!r} must be {_type_text(hints[key])}, got {value!r}; {describe_options(cls)}."
             ) from None
+    for key, value in (preset or {}).items():
+        if values.setdefault(key, value) != value:
+            raise ValueError(
+                f"{name}: this name means {key}={_value_text(value)}, but {key}={_value_text(values[key])} is given: "
+                f"use optim={cls.strategy!r} or leave the option out."
+            )
     return cls(**values)
 
 

@@ -6,6 +6,7 @@ the parameter's *global* shape, so that sharding never changes a treatment.
 =========  ========================================  ==================================
 treatment  moments                                   which parameters
 =========  ========================================  ==================================
+one_sparse  the largest entries of a column, FP8     ``taco`` only: linear layers and experts of at least 4096 elements
 ternary    codes in {-1, 0, +1}, 3.3 bits together   matrices of at least 4096 elements
 dense      fp32, 64 bits together                    vectors, small matrices, whatever the user excluded
 =========  ========================================  ==================================
@@ -30,6 +31,7 @@ from torch import nn
 MIN_TERNARY_ELEMENTS = 4096
 TREATMENTS = ("ternary", "dense")
 ALL_LINEAR = "all-linear"
+TRANSPOSED_EXPERTS = ("Llama4TextExperts",)  # (experts, in, out) without transformers' mark ``is_transposed``
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,13 @@ class Treatment:
 
 
 def decide(
-    shape: Sequence[int], *, targeted: bool = True, embedding: bool = False, dense_embeddings: bool = False
+    shape: Sequence[int],
+    *,
+    targeted: bool = True,
+    embedding: bool = False,
+    dense_embeddings: bool = False,
+    one_sparse: bool = False,
+    layout: str | None = None,
 ) -> Treatment:
     """The treatment of a parameter of global ``shape``.
 
@@ -49,6 +57,8 @@ def decide(
         targeted: the parameter lies in a module that ``optim_target_modules`` names (true when it is not set).
         embedding: it is an input embedding or the output head.
         dense_embeddings: the option of that name.
+        one_sparse: the strategy is ``taco``.
+        layout: which of its dimensions are input features (``codecs/one_sparse.py``), None if that is not known.
     """
     if len(shape) < 2:
         return Treatment("dense", "vector")
@@ -58,7 +68,13 @@ def decide(
         return Treatment("dense", "not in optim_target_modules")
     if embedding and dense_embeddings:
         return Treatment("dense", "dense_embeddings=true")
-    return Treatment("ternary", "matrix")
+    if not one_sparse:
+        return Treatment("ternary", "matrix")
+    if embedding:
+        return Treatment("ternary", "embedding or output head")
+    if layout is None:
+        return Treatment("ternary", "not a linear layer")
+    return Treatment("one_sparse", "linear layer")
 
 
 def build_param_groups(
@@ -68,6 +84,7 @@ def build_param_groups(
     no_decay: Collection[str],
     target_modules: str | Iterable[str] | None = None,
     dense_embeddings: bool = False,
+    one_sparse: bool = False,
 ) -> list[dict]:
     """Parameter groups of all trainable parameters of ``model``, one per weight decay, treatment and reason.
 
@@ -76,6 +93,7 @@ def build_param_groups(
         no_decay: names of the parameters without weight decay.
         target_modules: see the module's note; None targets everything.
         dense_embeddings: keep fp32 moments for embeddings and the output head.
+        one_sparse: the strategy is ``taco``; groups then have a ``layout`` too.
 
     Returns:
         Groups with ``params``, ``param_names``, ``weight_decay``, ``decays``, ``treatment`` and ``reason``. A tied
@@ -85,7 +103,8 @@ def build_param_groups(
         ValueError: ``target_modules`` (or one entry of the list) matches no module with a trainable matrix.
     """
     targets = None if target_modules is None else _targeted_parameters(model, target_modules)
-    embeddings = _embedding_parameters(model) if dense_embeddings else set()
+    embeddings = _embedding_parameters(model) if dense_embeddings or one_sparse else set()
+    layouts = linear_layouts(model) if one_sparse else {}
     groups: dict[tuple, dict] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -95,10 +114,13 @@ def build_param_groups(
             targeted=targets is None or id(p) in targets,
             embedding=id(p) in embeddings,
             dense_embeddings=dense_embeddings,
+            one_sparse=one_sparse,
+            layout=layouts.get(id(p)),
         )
+        layout = {"layout": layouts[id(p)]} if treatment.name == "one_sparse" else {}
         decay = 0.0 if name in no_decay else weight_decay
         group = groups.setdefault(
-            (name in no_decay, treatment),
+            (name in no_decay, treatment, *layout.values()),
             {
                 "params": [],
                 "param_names": [],
@@ -106,6 +128,7 @@ def build_param_groups(
                 "decays": name not in no_decay,
                 "treatment": treatment.name,
                 "reason": treatment.reason,
+                **layout,
             },
         )
         group["params"].append(p)
@@ -120,6 +143,23 @@ def _embedding_parameters(model: nn.Module) -> set[int]:
     if head is not None:
         modules.append(head)
     return {id(p) for module in modules for p in module.parameters(recurse=False)}
+
+
+def linear_layouts(model: nn.Module) -> dict[int, str]:
+    """By id, the layout (``codecs/one_sparse.py``) of every weight that multiplies input features: of linear layers,
+    GPT-2's ``Conv1D``, and experts that say how they are stored."""
+    found: dict[int, str] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            found[id(module.weight)] = "matrix"
+        elif _is_linear(module):
+            found[id(module.weight)] = "transposed"
+        else:
+            transposed = getattr(module, "is_transposed", type(module).__name__ in TRANSPOSED_EXPERTS or None)
+            for p in module.parameters(recurse=False):
+                if transposed is not None and p.dim() == 3:
+                    found[id(p)] = "stack_transposed" if transposed else "stack"
+    return found
 
 
 def _targeted_parameters(model: nn.Module, target_modules: str | Iterable[str]) -> set[int]:

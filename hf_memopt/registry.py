@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .options import TacoAdamWOptions
+from .options import TacoAdamWOptions, TacoOptions
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class OptimizerSpec:
             ``"params"`` among them when a model is given.
         options: Frozen dataclass whose fields are the accepted ``optim_args``.
         docs: Page of the documentation, relative to the repository.
+        preset: Options that the name itself fixes, such as ``update_in_backward`` in ``taco_adamw_layerwise``.
     """
 
     name: str
@@ -37,6 +38,7 @@ class OptimizerSpec:
     builder: str
     options: type
     docs: str
+    preset: Mapping[str, Any] = field(default_factory=dict)
 
     def load_builder(self) -> Callable[..., tuple[type, dict[str, Any]]]:
         """Import and return the builder."""
@@ -91,7 +93,20 @@ def _names() -> str:
     return ", ".join(sorted(_specs)) or "none"
 
 
-register_optimizer(
+def _register_with_layerwise(spec: OptimizerSpec) -> None:
+    """``spec``, and the same with update in backward under the suffix that transformers uses for it."""
+    register_optimizer(spec)
+    register_optimizer(
+        replace(
+            spec,
+            name=f"{spec.name}_layerwise",
+            summary=f"{spec.name} with update in backward: no gradient buffer",
+            preset={"update_in_backward": True},
+        )
+    )
+
+
+_register_with_layerwise(
     OptimizerSpec(
         name="taco_adamw",
         summary="AdamW with both moments stored as ternary codes: 3.3 bits a parameter instead of 64",
@@ -99,5 +114,16 @@ register_optimizer(
         builder="hf_memopt.optim.builders:taco_adamw",
         options=TacoAdamWOptions,
         docs="docs/taco_adamw.md",
+    )
+)
+
+_register_with_layerwise(
+    OptimizerSpec(
+        name="taco",
+        summary="one entry of each column moves a step, chosen by a small FP8 history: 0.1 bits a parameter",
+        paper="arXiv:2610.02199",
+        builder="hf_memopt.optim.builders:taco",
+        options=TacoOptions,
+        docs="docs/taco.md",
     )
 )

@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from ..memory.peak import peak_bytes
 from ..registry import is_registered
 from .checkpoints import CALLBACK_KEY, set_aside_torn, write_marker
-from .trainer import refuse_unsupported
+from .trainer import refuse_in_backward, refuse_unsupported
 
 logger = logging.getLogger("hf_memopt")
 
@@ -37,7 +37,7 @@ def package_optimizer(optimizer: Any) -> Any:
 
 
 class MemoptCallback(TrainerCallback, ExportableState):
-    """Start table, refusals, and a marker on each finished checkpoint.
+    """Start table, refusals, the gradient norm of updates in backward, and a marker on each finished checkpoint.
 
     The marker is explained in ``checkpoints.py``. The Trainer asks callbacks of type ``ExportableState`` for their
     state when everything else of a checkpoint is written, and stores the answer in ``trainer_state.json``, the last
@@ -65,12 +65,21 @@ class MemoptCallback(TrainerCallback, ExportableState):
         # the trainer_state.json of a run without this package has no entry for it, but the Trainer wants one to save
         state.stateful_callbacks.setdefault(CALLBACK_KEY, self._exported())
         ours = package_optimizer(optimizer)
+        if ours is not None and ours.update_in_backward:  # again: the optimizer may have been passed in, not named
+            refuse_in_backward(getattr(args.optim, "value", args.optim), args)
         if ours is not None and state.is_world_process_zero:
             logger.info("%s", ours.memory_report(model).table())
         self._args, self._state = args, state
         self._marking = ours is not None and args.should_save and not state.is_hyper_param_search
         if self._marking:
             set_aside_torn(args.output_dir, beyond=state.global_step)
+
+    def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
+        # the Trainer finds no gradients after an update in backward and logs a norm of 0, or none
+        ours = package_optimizer(optimizer)
+        if ours is not None and ours.grad_norm is not None and logs is not None and "loss" in logs:
+            logs["grad_norm"] = ours.grad_norm
+            state.log_history[-1]["grad_norm"] = ours.grad_norm  # filled from a copy of the logs before this is called
 
     def on_train_end(self, args, state, control, **kwargs):
         self._marking = False
@@ -137,7 +146,7 @@ class MemoryReportCallback(TrainerCallback):
                 f"figures: use report_to={right}."
             )
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, train_dataloader=None, **kwargs):
+    def on_step_begin(self, args, state, control, optimizer=None, train_dataloader=None, **kwargs):
         ours = package_optimizer(optimizer)
         if ours is not None and self._will_be_logged(args, state, train_dataloader):
             ours.request_statistics()

@@ -72,7 +72,9 @@ def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[t
     """
     spec = get_optimizer(name)
     refuse_unsupported(name, args)
-    options = parse_options(spec.options, getattr(args, "optim_args", None), strategy=name)
+    options = parse_options(spec.options, getattr(args, "optim_args", None), strategy=name, preset=spec.preset)
+    if options.update_in_backward:
+        refuse_in_backward(name, args)
     return spec.load_builder()(
         model,
         options,
@@ -110,6 +112,38 @@ def refuse_unsupported(name: str, args: Any) -> None:
     mode = getattr(getattr(args, "parallel_mode", None), "name", "")
     if mode in _UNSUPPORTED_MODES:
         raise NotImplementedError(f"optim={name!r} does not support {_UNSUPPORTED_MODES[mode]}.")
+
+
+def refuse_in_backward(name: str, args: Any) -> None:
+    """Raise ValueError, in one sentence, for training arguments that an update during backward cannot honour."""
+    fp16 = getattr(args, "fp16", False) or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+    clips = args.max_grad_norm is not None and args.max_grad_norm > 0
+    mode = getattr(getattr(args, "parallel_mode", None), "name", "")
+    for asked, what in (
+        (
+            args.gradient_accumulation_steps > 1,
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: each gradient is applied and freed at "
+            "once; set gradient_accumulation_steps=1 (and a smaller learning rate), or train without it",
+        ),
+        (
+            clips,
+            f"max_grad_norm={args.max_grad_norm}: the norm of all gradients is known only when all have been applied; "
+            'set max_grad_norm=0, and optim_args="clip_per_parameter=1.0" to clip each parameter by itself',
+        ),
+        (fp16, "fp16 with its gradient scaler: set bf16=True, or fp16=False"),
+        (
+            mode == "DISTRIBUTED",
+            "several processes: a gradient would be applied before it is averaged over them; train in one process, or "
+            "without it",
+        ),
+        (
+            getattr(args, "auto_find_batch_size", False),
+            "auto_find_batch_size: an attempt that runs out of memory has changed part of the weights already; set "
+            "per_device_train_batch_size yourself",
+        ),
+    ):
+        if asked:
+            raise ValueError(f"optim={name!r} with update in backward does not support {what}.")
 
 
 # training argument, flag with which accelerate passes it on, what is not supported

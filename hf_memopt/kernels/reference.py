@@ -2,7 +2,7 @@
 
 ``README.md`` beside this file defines the step; the code below carries it out operation by operation. It works on tiles
 of at most ``TILE`` elements, so its temporaries are about 40 MB and one fp32 number a row, whatever the parameter's
-size. It makes no assumption on the strides of weight and gradient.
+size. It makes no assumption on the strides of weight and gradient, which need not even be tensors (``folded.py``).
 
 torch's fused forms (``add`` with ``alpha``, ``addcmul``, ``lerp``) contract a product and a sum into one rounding on
 some CPUs and are therefore not used.
@@ -68,7 +68,7 @@ def dense_adamw_(param: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepS
         update = (m * s.inv_bias1) / (sqrt(v * s.inv_bias2) + s.eps)
         w = param[rows, cols]
         new = w.float() * s.decay - update * s.lr
-        w.copy_(_write_back(new, w.dtype, s, lambda r=rows, c=cols: _hash(s.key, r, c, param.device)))
+        param[rows, cols] = write_back(new, w.dtype, s, lambda r=rows, c=cols: _hash(s.key, r, c, param.device))
     return True
 
 
@@ -140,7 +140,7 @@ def _ternary_tile(param, grad, state, s, base, base_inv, rows, cols, block_width
     numerator = m * s.inv_bias1 + remainder * s.carry
     update = numerator / (sqrt(v * s.inv_bias2) + s.eps)
     new = w.float() * s.decay - columns(update) * s.lr
-    w.copy_(_write_back(new, w.dtype, s, lambda: columns(h)))
+    param[rows, cols] = write_back(new, w.dtype, s, lambda: columns(h))
     m_codes.copy_(trits.pack(codes))
     v_codes.copy_(trits.pack(exponent))
     scale.copy_(new_scale)
@@ -225,14 +225,20 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
+def hash_at(key: int, rows: Tensor, cols: Tensor) -> Tensor:
+    """The hashes (int32) at a step with this key of the elements with these row and column numbers (int64), which are
+    broadcast against each other."""
+    row_keys = _mix(((rows * GOLDEN + key) & MASK32).to(torch.int32))
+    return _mix(row_keys + cols.to(torch.int32))
+
+
 def _hash(key: int, rows: slice, cols: slice, device: torch.device) -> Tensor:
-    """The hashes (int32) of the elements ``rows`` x ``cols`` at a step with this key."""
-    counter = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device) * GOLDEN + key
-    row_keys = _mix((counter & MASK32).to(torch.int32))
-    return _mix(row_keys[:, None] + torch.arange(cols.start, cols.stop, dtype=torch.int32, device=device))
+    """``hash_at`` of the elements ``rows`` x ``cols``."""
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    return hash_at(key, row, torch.arange(cols.start, cols.stop, device=device))
 
 
-def _write_back(new: Tensor, dtype: torch.dtype, s: StepScalars, random_bits) -> Tensor:
+def write_back(new: Tensor, dtype: torch.dtype, s: StepScalars, random_bits) -> Tensor:
     """Round fp32 weights to ``dtype``; ``random_bits()`` gives the elements' hashes where they are needed."""
     if dtype == torch.float32:
         return new

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codecs.base import Codec, all_specs, zeros
-from ..param_groups import TREATMENTS, decide, unsupported_dtype
+from ..param_groups import TREATMENTS, Treatment, decide, unsupported_dtype
+from .backward import BackwardUpdates
 from .report import GroupRow, MemoryReport, storage_bytes
 
 FORMAT_VERSION = 1
@@ -30,11 +32,97 @@ logger = logging.getLogger("hf_memopt")
 
 
 class CodecOptimizer(torch.optim.Optimizer):
-    """Base of the package's optimizers. A subclass gives ``CODECS`` (treatment -> moment -> codec) and ``step``."""
+    """Base of the package's optimizers.
+
+    A subclass gives ``CODECS`` (treatment -> moment -> codec) and ``_update``, which updates one parameter from its
+    gradient. It calls ``_start`` before and ``_hook_up`` after torch's ``__init__``.
+    """
 
     CODECS: dict[str, dict[str, Codec]] = {}
+    TREATMENTS: tuple[str, ...] = TREATMENTS
     SAVED_OPTIONS: tuple[str, ...] = ()
     """Options of the groups, beside torch's own, that a checkpoint brings along."""
+
+    # -- stepping ---------------------------------------------------------------------------------
+
+    def _start(self, update_in_backward: bool = False, clip_per_parameter: float | None = None) -> None:
+        """What is not part of the state and begins anew in every process."""
+        self._in_step = False
+        self.update_in_backward, self.clip_per_parameter = update_in_backward, clip_per_parameter
+        self._backward = BackwardUpdates(self, clip_per_parameter) if update_in_backward else None
+        if update_in_backward:
+            self._step_supports_amp_scaling = True  # a GradScaler then shows itself to step(), which refuses it
+
+    def _hook_up(self) -> None:
+        if self._backward is not None:
+            self._backward.attach()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of every parameter that has a gradient; returns what ``closure`` returned.
+
+        With ``update_in_backward`` most parameters have been updated by then, and this ends the step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._backward is not None:
+            self._backward.check(self)
+        self._begin_step()
+        with_gradient = [(group, name, p) for group, name, p in self.named_params() if p.grad is not None]
+        for _, name, p in with_gradient:
+            self._check_gradient(name, p)
+        for group, name, p in with_gradient:
+            self._update(group, name, p)
+        self._in_step = False
+        self._end_step()
+        if self._backward is not None:
+            self._backward.end()
+        return loss
+
+    def _begin_step(self) -> None:
+        """Called once before the first update of a step."""
+        if not self._in_step:
+            self._in_step = True
+            self._prepare_step()
+
+    def _prepare_step(self) -> None: ...
+
+    def _end_step(self) -> None: ...
+
+    def _update_one(self, group: dict, name: str, p: Tensor) -> None:
+        """Update a single parameter within a step, for the hooks."""
+        self._check_gradient(name, p)
+        self._update(group, name, p)
+
+    def _update(self, group: dict, name: str, p: Tensor) -> None:
+        raise NotImplementedError
+
+    def _check_gradient(self, name: str, p: Tensor) -> None:
+        if p.grad.layout != torch.strided:
+            raise ValueError(
+                f"{type(self).__name__} takes dense gradients, but that of {name} is sparse: "
+                "build the embedding with sparse=False."
+            )
+
+    @property
+    def grad_norm(self) -> float | None:
+        """L2 norm of all gradients of the last step before clipping, known with ``update_in_backward`` only."""
+        return self._backward.grad_norm() if self._backward is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"update_in_backward": self.update_in_backward, "clip_per_parameter": self.clip_per_parameter}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # called for copies, unpickled optimizers, and for a loaded state_dict, which has none of our options
+        super().__setstate__(state)
+        self._start(
+            state.get("update_in_backward", getattr(self, "update_in_backward", False)),
+            state.get("clip_per_parameter", getattr(self, "clip_per_parameter", None)),
+        )
+        self._hook_up()
 
     # -- parameters -------------------------------------------------------------------------------
 
@@ -47,11 +135,12 @@ class CodecOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._hook_up()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         me, treatment = type(self).__name__, group["treatment"]
-        if treatment not in ("auto", *TREATMENTS):
-            raise ValueError(f"treatment={treatment!r} is not known: choose auto, {' or '.join(TREATMENTS)}.")
+        if treatment not in ("auto", *self.TREATMENTS):
+            raise ValueError(f"treatment={treatment!r} is not known: choose auto, {' or '.join(self.TREATMENTS)}.")
         for i, p in enumerate(group["params"]):
             name = _name_in_group(group, i) or f"number {i} of its group"
             if unsupported_dtype(p):
@@ -68,9 +157,10 @@ class CodecOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{me} needs double precision sums, which MPS lacks ({name}): train on the CPU or CUDA."
                 )
-            if treatment == "ternary" and p.dim() < 2:
+            if treatment not in ("auto", "dense") and p.dim() < 2:
                 raise ValueError(
-                    f"treatment='ternary' needs matrices, but {name} has shape {tuple(p.shape)}: use treatment='auto'."
+                    f"treatment={treatment!r} needs matrices, but {name} has shape {tuple(p.shape)}: "
+                    "use treatment='auto'."
                 )
 
     def named_params(self) -> Iterator[tuple[dict, str, Tensor]]:
@@ -81,9 +171,19 @@ class CodecOptimizer(torch.optim.Optimizer):
                 yield group, _name_in_group(group, i) or str(number), p
                 number += 1
 
+    def decision(self, group: dict, p: Tensor) -> Treatment:
+        """The parameter's treatment and why."""
+        if group["treatment"] == "auto":
+            return decide(p.shape)
+        return Treatment(group["treatment"], group.get("reason", "by choice"))
+
     def treatment_of(self, group: dict, p: Tensor) -> str:
-        """``ternary`` or ``dense``."""
-        return decide(p.shape).name if group["treatment"] == "auto" else group["treatment"]
+        """One of ``TREATMENTS``."""
+        return self.decision(group, p).name
+
+    def codecs_of(self, group: dict, p: Tensor) -> dict[str, Codec]:
+        """The codecs of the parameter's moments."""
+        return self.CODECS[self.treatment_of(group, p)]
 
     def state_of(self, group: dict, p: Tensor) -> dict[str, Any]:
         """The parameter's state, created on first use."""
@@ -91,7 +191,7 @@ class CodecOptimizer(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["skipped"] = 0
-            state.update(zeros(self.CODECS[self.treatment_of(group, p)], p.shape, p.device))
+            state.update(zeros(self.codecs_of(group, p), p.shape, p.device))
         return state
 
     # -- saving and loading -----------------------------------------------------------------------
@@ -166,10 +266,12 @@ class CodecOptimizer(torch.optim.Optimizer):
                     f"it has {saved_name!r} where this one has {name!r}."
                 )
             state = state_dict["state"].get(pid)
-            if self.treatment_of({"treatment": "auto", **saved_group}, p) != self.treatment_of(group, p):
+            # a checkpoint's options win, as in torch, so its state is checked by them
+            saved = {**group, "treatment": "auto", **{key: saved_group[key] for key in saved_group if key in group}}
+            if self.treatment_of(saved, p) != self.treatment_of(group, p):
                 raise self._other_moments(group, name, p)
             if state:
-                self._check_state(state, group, name, p)
+                self._check_state(state, saved, name, p)
                 found.append((p, state))
         self._tell_kept_options(saved_groups)
         return found
@@ -190,7 +292,7 @@ class CodecOptimizer(torch.optim.Optimizer):
             )
 
     def _check_state(self, state: dict, group: dict, name: str, p: Tensor) -> None:
-        specs = all_specs(self.CODECS[self.treatment_of(group, p)], p.shape)
+        specs = all_specs(self.codecs_of(group, p), p.shape)
         expected = {key: _describe(spec.shape, spec.dtype) for key, spec in specs.items()}
         expected["step"] = _describe((), torch.float32)
         if not isinstance(state, Mapping) or state.keys() != {*expected, "skipped"}:
@@ -240,14 +342,13 @@ class CodecOptimizer(torch.optim.Optimizer):
         rows: dict[tuple, list[int]] = {}
         measured = True
         for group, _, p in self.named_params():
-            treatment = self.treatment_of(group, p)
-            reason = decide(p.shape).reason if group["treatment"] == "auto" else group.get("reason", "by choice")
+            treatment, reason = astuple(self.decision(group, p))
             state = self.state.get(p)
             if state:
                 nbytes = storage_bytes(state)
             else:
                 measured = False
-                nbytes = 4 + sum(spec.nbytes for spec in all_specs(self.CODECS[treatment], p.shape).values())
+                nbytes = 4 + sum(spec.nbytes for spec in all_specs(self.codecs_of(group, p), p.shape).values())
             row = rows.setdefault((treatment, reason, group["weight_decay"]), [0, 0, 0])
             for i, n in enumerate((1, p.numel(), nbytes)):
                 row[i] += n

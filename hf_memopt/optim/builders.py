@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ..options import TacoAdamWOptions
+from ..options import TacoAdamWOptions, TacoOptions
 from ..param_groups import build_param_groups
+from .taco import Taco
 from .taco_adamw import TacoAdamW
 
 
@@ -38,6 +39,44 @@ def taco_adamw(
     Raises:
         ValueError: An option needs the model and there is none, or ``target_modules`` matches nothing.
     """
+    return TacoAdamW, _common(
+        model,
+        options,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        no_decay=no_decay,
+        target_modules=target_modules,
+    )
+
+
+def taco(model: nn.Module | None, options: TacoOptions, **training: Any) -> tuple[type[Taco], dict[str, Any]]:
+    """Class and keyword arguments of ``Taco``; arguments and errors as ``taco_adamw``.
+
+    Without a model nobody can tell an embedding from a linear layer, so there must be one.
+    """
+    if model is None:
+        raise ValueError(
+            f"{options.strategy}: which weights belong to linear layers is read from the model: pass the model as well."
+        )
+    own = {key: getattr(options, key) for key in ("k", "decay", "lr_scale", "dimension_scale")}
+    return Taco, {**_common(model, options, one_sparse=True, **training), **own}
+
+
+def _common(
+    model: nn.Module | None,
+    options: TacoAdamWOptions,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    no_decay: Collection[str] = (),
+    target_modules: str | Iterable[str] | None = None,
+    one_sparse: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments of ``TacoAdamW`` and its subclass."""
     kwargs: dict[str, Any] = {
         "lr": lr,
         "betas": betas,
@@ -45,6 +84,8 @@ def taco_adamw(
         "seed": options.seed,
         "stochastic_rounding": options.stochastic_rounding,
         "kernel": options.kernel,
+        "update_in_backward": options.update_in_backward,
+        "clip_per_parameter": options.clip_per_parameter,
     }
     if model is not None:
         kwargs["params"] = build_param_groups(
@@ -53,8 +94,9 @@ def taco_adamw(
             no_decay=no_decay,
             target_modules=target_modules,
             dense_embeddings=options.dense_embeddings,
+            one_sparse=one_sparse,
         )
-        return TacoAdamW, kwargs
+        return kwargs
     for needs_model, what in (
         (options.dense_embeddings, "dense_embeddings=true"),
         (target_modules is not None, "optim_target_modules"),
@@ -63,4 +105,4 @@ def taco_adamw(
             raise ValueError(
                 f"{options.strategy}: {what} can only be applied to a model's named modules, so pass the model as well."
             )
-    return TacoAdamW, kwargs
+    return kwargs

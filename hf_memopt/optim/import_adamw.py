@@ -44,8 +44,9 @@ def import_adamw_state(optimizer: CodecOptimizer, state_dict: dict[str, Any], mo
             continue
         _check(state, name, p)
         new = {"step": torch.tensor(float(state["step"])), "skipped": 0}
-        for moment, codec in optimizer.CODECS[optimizer.treatment_of(group, p)].items():
-            value = state[moment].to(p.device, torch.float32)
+        for moment, codec in optimizer.codecs_of(group, p).items():
+            # what taco has not applied yet is, at the change, what AdamW is about to apply
+            value = state["exp_avg" if moment == "history" else moment].to(p.device, torch.float32)
             if isinstance(codec, TernarySecondMoment):
                 generator = torch.Generator().manual_seed(group["seed"])
                 parts = codec.encode(value, torch.rand(matrix_shape(p.shape), generator=generator).to(p.device))

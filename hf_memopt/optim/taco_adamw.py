@@ -27,7 +27,7 @@ hash of (seed, parameter name, step, element), so no generator is stored and res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +38,8 @@ from .. import kernels
 from ..codecs.base import matrix_shape
 from ..codecs.dense import Dense
 from ..codecs.ternary import TernaryFirstMoment, TernarySecondMoment
+from ..kernels import reference
+from ..kernels.folded import Folded, as_matrix
 from ..kernels.scalars import StepScalars, parameter_key
 from .base import FORMAT_VERSION, CodecOptimizer
 from .statistics import CodeStatistics
@@ -56,6 +58,11 @@ class TacoAdamW(CodecOptimizer):
         stochastic_rounding: write bf16 and fp16 weights back with stochastic rounding (fp32 weights are never rounded).
         kernel: ``auto``, ``reference``, ``compiled`` or ``triton``; all give the same numbers
             (``kernels/__init__.py``).
+        update_in_backward: step each parameter as soon as its gradient is complete and free the gradient
+            (``optim/backward.py``). ``step()`` then ends the step; accumulation and clipping of the global norm are
+            impossible.
+        clip_per_parameter: with ``update_in_backward``, the largest L2 norm of each parameter's gradient.
+        more_defaults: a subclass's group options.
 
     Raises:
         ValueError: an option or a parameter is out of range; the sentence names it.
@@ -80,6 +87,9 @@ class TacoAdamW(CodecOptimizer):
         seed: int = 0,
         stochastic_rounding: bool = True,
         kernel: str = "auto",
+        update_in_backward: bool = False,
+        clip_per_parameter: float | None = None,
+        more_defaults: dict[str, Any] | None = None,
     ) -> None:
         if not _is_number(lr, torch.Tensor) or not 0.0 <= lr < float("inf"):
             raise ValueError(f"lr must be a finite number of at least 0, got {lr!r}.")
@@ -91,13 +101,24 @@ class TacoAdamW(CodecOptimizer):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}.")
-        for name, value in (("stochastic_rounding", stochastic_rounding), ("maximize", maximize)):
+        for name, value in (
+            ("stochastic_rounding", stochastic_rounding),
+            ("maximize", maximize),
+            ("update_in_backward", update_in_backward),
+        ):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}.")
         if kernel not in kernels.KERNELS:
             raise ValueError(f"kernel={kernel!r} is not a kernel: choose one of {', '.join(kernels.KERNELS)}.")
+        if clip_per_parameter is not None:
+            if not _is_number(clip_per_parameter) or not 0.0 < clip_per_parameter < float("inf"):
+                raise ValueError(f"clip_per_parameter must be a finite number above 0, got {clip_per_parameter!r}.")
+            if not update_in_backward:
+                raise ValueError(
+                    "clip_per_parameter is for update_in_backward=True: otherwise clip the global norm before step()."
+                )
         self.kernel = kernel
-        self._start()
+        self._start(update_in_backward, clip_per_parameter)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -108,51 +129,36 @@ class TacoAdamW(CodecOptimizer):
             "stochastic_rounding": stochastic_rounding,
             "treatment": "auto",
             "format_version": FORMAT_VERSION,
+            **(more_defaults or {}),
         }
         super().__init__(params, defaults)
 
-    def _start(self) -> None:
-        """What is not part of the state and begins anew in every process."""
+    def _start(self, *args: Any, **kwargs: Any) -> None:
+        super()._start(*args, **kwargs)
         self._statistics_wanted = False
         self._statistics: dict[str, float] = {}
+        self._sample: CodeStatistics | None = None
         self._pending: list[tuple[dict, Tensor]] = []
+        self._backends: dict[str, ModuleType] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         return {**super().__getstate__(), "kernel": self.kernel}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._start()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of every parameter that has a gradient; returns what ``closure`` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _prepare_step(self) -> None:
         self._settle()
-        statistics = CodeStatistics() if self._statistics_wanted else None
-        backends: dict[str, ModuleType] = {}
-        with_gradient = [(group, name, p) for group, name, p in self.named_params() if p.grad is not None]
-        for _, name, p in with_gradient:
-            if p.grad.layout != torch.strided:
-                raise ValueError(
-                    f"{type(self).__name__} takes dense gradients, but that of {name} is sparse: "
-                    "build the embedding with sparse=False."
-                )
-        for group, name, p in with_gradient:
-            device = p.device.type
-            backend = backends.get(device) or backends.setdefault(device, kernels.select(self.kernel, device)[1])
-            self._update(group, name, p, backend, statistics)
-        if statistics is not None:
-            self._statistics, self._statistics_wanted = statistics.result(), False
-        return loss
+        self._sample = CodeStatistics() if self._statistics_wanted else None
+        self._backends = {}
 
-    def _update(
-        self, group: dict, name: str, p: Tensor, backend: ModuleType, statistics: CodeStatistics | None
-    ) -> None:
+    def _end_step(self) -> None:
+        if self._sample is not None:
+            self._statistics, self._statistics_wanted, self._sample = self._sample.result(), False, None
+
+    def _backend(self, p: Tensor) -> ModuleType:
+        device = p.device.type
+        return self._backends.get(device) or self._backends.setdefault(device, kernels.select(self.kernel, device)[1])
+
+    def _update(self, group: dict, name: str, p: Tensor) -> None:
         state = self.state_of(group, p)
         scalars = StepScalars.at_step(
             int(state["step"]) + 1,
@@ -167,21 +173,25 @@ class TacoAdamW(CodecOptimizer):
         if p.numel() == 0:
             state["step"] += 1
             return
+        applied = self._update_matrix(group, p, state, scalars)
+        torch.autograd.graph.increment_version(p)  # kernels that write through pointers do not
+        self._count(state, applied)
+
+    def _update_matrix(self, group: dict, p: Tensor, state: dict, scalars: StepScalars) -> bool | Tensor:
+        """Update a parameter that is not empty; whether that was done, as ``_count`` takes it."""
         shape = matrix_shape(p.shape)
-        weight, contiguous_copy = _as_matrix(p, shape)
-        grad = p.grad.reshape(shape)
+        weight, grad = as_matrix(p, shape), as_matrix(p.grad, shape)
+        strided = not isinstance(weight, Folded) and not isinstance(grad, Folded)
+        backend = self._backend(p) if strided else reference  # the reference works on any strides
         if self.treatment_of(group, p) == "ternary":
-            before = statistics.before(grad, state, scalars) if statistics is not None else None
+            before = self._sample.before(grad, state, scalars) if self._sample is not None else None
             applied = backend.ternary_adamw_(weight, grad, state, scalars)
-            if statistics is not None and bool(applied):
-                statistics.after(before, state, p.numel())
+            if self._sample is not None and bool(applied):
+                self._sample.after(before, state, p.numel())
         else:
             buffers = {key: state[key].view(shape) for key in ("exp_avg", "exp_avg_sq")}
             applied = backend.dense_adamw_(weight, grad, buffers, scalars)
-        if contiguous_copy:
-            p.copy_(weight.view(p.shape))
-        torch.autograd.graph.increment_version(p)  # kernels that write through pointers do not
-        self._count(state, applied)
+        return applied
 
     def _count(self, state: dict, applied: bool | Tensor) -> None:
         """Count an applied or a skipped step. A GPU's answer is a tensor there, read when the next step begins."""
@@ -224,14 +234,6 @@ class TacoAdamW(CodecOptimizer):
     def kernel_name(self) -> str:
         devices = dict.fromkeys(p.device.type for group in self.param_groups for p in group["params"])
         return ", ".join(dict.fromkeys(kernels.select(self.kernel, d)[0] for d in devices)) or self.kernel
-
-
-def _as_matrix(p: Tensor, shape: tuple[int, int]) -> tuple[Tensor, bool]:
-    """``p`` as (rows, columns): a view where the strides allow, else a copy (True) that must be written back."""
-    try:
-        return p.view(shape), False
-    except RuntimeError:
-        return p.reshape(shape), True
 
 
 def _is_number(x: Any, *also: type) -> bool:

@@ -34,6 +34,8 @@ def resident(key):
 
 def temporaries(shape, dtype, statistics):
     p = torch.nn.Parameter(torch.ones(shape, dtype=getattr(torch, dtype)))
+    if len(shape) == 4:  # strides of which no matrix is a view
+        p = torch.nn.Parameter(p.data.to(memory_format=torch.channels_last))
     p.grad = torch.ones_like(p)
     optimizer = TacoAdamW([p], kernel=sys.argv[1])
     if statistics:
@@ -55,6 +57,8 @@ def test_peak_of_the_process(kernel):
         (SHAPES["long row"], "float32", True),
         (SHAPES["long column"], "float32", True),
         (SHAPES["square"], "bfloat16", False),
+        ((4096, 512, 3, 3), "float32", False),
+        ((8, 300_000, 2, 2), "float32", True),
     ]
     command = [sys.executable, "-c", MEASURE, kernel, json.dumps(cases)]
     at_once = {

@@ -1,0 +1,127 @@
+r"""One step of ``taco``: at most one entry of each column of a matrix moves, by a fixed amount.
+
+For a column with gradient g (m elements) and history h (at most k entries, the rest zero), with decay d:
+
+    c  = d h + (1 - d) g
+    i* = argmax |c|
+    w[i*] = w[i*] - lr sign(c[i*])
+    h  = the k largest of c without c[i*], rounded to FP8
+
+The applied entry leaves the history. What was large and has not been applied yet stays and gets its turn: a queue.
+Keeping the applied entry instead makes a column step on one row again and again (``docs/taco.md``).
+
+FP8 is e4m3 with one bf16 scale a column, such that the largest kept entry is 448, the format's largest number: 3 bits
+of mantissa, entries down to a 2^17th of the largest. Equal magnitudes: whichever ``torch.topk`` names first, the same
+on every call. A column of zeros does not move.
+
+Everything is plain torch on tiles of ``TILE`` elements and has no branch that depends on data, so it runs on any device
+without waiting for it, and on fake tensors. Temporaries: about five tiles of fp32, 20 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .reference import hash_at, write_back
+from .scalars import MAX_GRADIENT, StepScalars
+
+TILE = 1 << 20  # elements worked on at once
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+SMALLEST_SCALE = 2.0**-126  # below it a bf16 scale loses its digits
+
+
+@dataclass(frozen=True)
+class OneSparse:
+    """What is constant over the run: ``decay`` d of the history, ``lr_scale`` between the step's lr and that of
+    ``scalars``, and whether it is also multiplied by m / n (rows by columns)."""
+
+    decay: float
+    lr_scale: float
+    dimension_scale: bool = False
+
+
+def one_sparse_(weight: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepScalars, rule: OneSparse) -> Tensor:
+    """Update ``weight`` and the history in place.
+
+    Args:
+        weight: (b, m, n), any strides: b matrices whose columns (the last dimension) are the input features.
+        grad: (b, m, n), any floating dtype.
+        state: ``history.values`` (b n, k) float8_e4m3fn, ``history.rows`` (b n, k) uint16 or int32,
+            ``history.scale`` (b n,) bf16; none of them for k = 0.
+        s: lr, weight decay, sign and random key of the step.
+        rule: see ``OneSparse``.
+
+    Returns:
+        Bool tensor on the weight's device: False when the gradient holds NaN, Inf or a number whose square overflows;
+        then nothing has changed.
+    """
+    b, m, n = weight.shape
+    applied = torch.linalg.vector_norm(grad, float("inf"), dtype=torch.float32) <= MAX_GRADIENT
+    lr = s.lr * rule.lr_scale * (m / n if rule.dimension_scale else 1.0)
+    for matrix, cols, columns in _tiles(b, m, n):
+        c = grad[matrix, :, cols].t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        c.mul_(-(1 - rule.decay) if s.maximize else 1 - rule.decay)
+        history = {key.removeprefix("history."): state[key][columns] for key in state if key.startswith("history.")}
+        k = history["values"].shape[1] if history else 0
+        if k:
+            rows = history["rows"].to(torch.int64)
+            kept = history["values"].float() * history["scale"].float()[:, None]
+            # the rows of a column differ, but for those that stand for nothing and add zero
+            c.scatter_(1, rows, c.gather(1, rows) + kept * rule.decay)
+        top = c.abs().topk(k + 1, dim=1).indices
+        chosen = c.gather(1, top)
+        step = torch.where(applied, chosen[:, 0].sign() * lr, 0.0)
+        _apply(weight[matrix, :, cols], top[:, 0], step, applied, s, matrix * m, cols)
+        if k:
+            _remember(history, top[:, 1:], chosen[:, 1:], applied)
+    return applied
+
+
+def encode(values: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 codes and bf16 scales of (columns, k) fp32 ``values``."""
+    scale = (values.abs().amax(dim=1) / FP8_MAX).to(torch.bfloat16)
+    usable = scale.float() >= SMALLEST_SCALE
+    scale = torch.where(usable, scale, 0.0)
+    # rounding the scale moves the largest entry to 450 at most, which rounds to 448
+    codes = torch.where(usable[:, None], values / scale.float()[:, None], 0.0).to(FP8)
+    return codes, scale
+
+
+def _remember(history: dict[str, Tensor], rows: Tensor, values: Tensor, applied: Tensor) -> None:
+    codes, scale = encode(values)
+    # as integers: not every device selects among float8 or uint16
+    for old, new, integers in (
+        (history["values"], codes, torch.uint8),
+        (history["rows"], rows.to(history["rows"].dtype), torch.int16 if history["rows"].itemsize == 2 else None),
+        (history["scale"], scale, None),
+    ):
+        old, new = (old, new) if integers is None else (old.view(integers), new.view(integers))
+        old.copy_(torch.where(applied, new, old))
+
+
+def _apply(w: Tensor, row: Tensor, step: Tensor, applied: Tensor, s: StepScalars, first_row: int, cols: slice) -> None:
+    """``w`` (m, columns): subtract ``step`` (columns,) at ``row``, after the weight decay."""
+    col = torch.arange(cols.start, cols.stop, device=w.device)
+    if s.decay == 1.0:
+        place = row[None]
+        new = w.gather(0, place).float() - step
+        w.scatter_(0, place, write_back(new, w.dtype, s, lambda: hash_at(s.key, place + first_row, col)))
+        return
+    new = w.float() * torch.where(applied, s.decay, 1.0)
+    new.scatter_(0, row[None], new.gather(0, row[None]) - step)
+    rows = torch.arange(first_row, first_row + w.shape[0], device=w.device)[:, None]
+    w.copy_(write_back(new, w.dtype, s, lambda: hash_at(s.key, rows, col)))
+
+
+def _tiles(b: int, m: int, n: int) -> Iterator[tuple[int, slice, slice]]:
+    """(matrix, its columns, the same columns counted over all matrices)."""
+    width = max(1, TILE // m)
+    for matrix in range(b):
+        for begin in range(0, n, width):
+            end = min(begin + width, n)
+            yield matrix, slice(begin, end), slice(matrix * n + begin, matrix * n + end)

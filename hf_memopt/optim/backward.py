@@ -1,0 +1,153 @@
+"""Update during backward: a parameter is stepped as soon as its gradient is complete, and the gradient is freed.
+
+With ternary states the gradients are the largest thing left beside the weights: 7B in bf16 is 12.6 GiB of weights, 12.6
+of gradients and 2.7 of states. Here only the gradients that backward is working on are alive. It stays one real
+optimizer, with real groups, schedule and state: ``step()`` does what the hooks left over and closes the step.
+
+What is asked of autograd: a post-accumulate hook fires once a backward for each leaf, tied or not, after the whole sum.
+Two backwards before one ``step()`` would be two updates, so the second raises.
+
+A parameter has at most one owner. A later optimizer takes over the parameters of an earlier one (a notebook's second
+Trainer, a trial of a hyperparameter search), which from then on refuses to step: both stepping would be worse.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+if TYPE_CHECKING:
+    from .base import CodecOptimizer
+
+logger = logging.getLogger("hf_memopt")
+
+# parameter -> (weak reference to the BackwardUpdates that steps it, handle of its hook)
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class BackwardUpdates:
+    """The hooks of one optimizer and what the running step has done so far.
+
+    Args:
+        optimizer: steps its parameters; only a weak reference is kept, so hooks do not keep it alive.
+        clip: largest L2 norm of a single parameter's gradient, or None.
+    """
+
+    def __init__(self, optimizer: CodecOptimizer, clip: float | None) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._clip = clip
+        self._lock = threading.RLock()  # autograd runs one thread a GPU
+        self._done: set[int] = set()
+        self._places: dict[int, tuple[dict, str]] = {}
+        self._norms: list[Tensor] = []
+        self._last_norms: list[Tensor] = []
+        self._lost: str | None = None
+
+    def attach(self) -> None:
+        """Hook every trainable parameter of the optimizer that is not hooked yet."""
+        optimizer = self._optimizer()
+        taken = 0
+        for _, _, p in optimizer.named_params():
+            owner, handle = _owners.get(p, (None, None))
+            previous = owner() if owner is not None else None
+            if previous is self or not p.requires_grad:
+                continue
+            if handle is not None:
+                handle.remove()
+            if previous is not None and previous._optimizer() not in (None, optimizer):
+                previous._lost = type(optimizer).__name__
+                taken += 1
+            _owners[p] = (weakref.ref(self), p.register_post_accumulate_grad_hook(_hook(weakref.ref(self))))
+        if taken:
+            logger.warning(
+                "%d parameters were updated in backward by an earlier optimizer of this process; the new %s takes "
+                "them over, and the earlier one can no longer step.",
+                taken,
+                type(optimizer).__name__,
+            )
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        optimizer = self._optimizer()
+        for _, _, p in optimizer.named_params():
+            owner, handle = _owners.get(p, (None, None))
+            if owner is not None and owner() is self:
+                handle.remove()
+                del _owners[p]
+
+    @torch.no_grad()
+    def update(self, p: Tensor) -> None:
+        """The hook's work: norm, clipping, update, and no gradient left."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        with self._lock:
+            if not self._done:
+                self._begin(optimizer)
+            if id(p) not in self._places:
+                return  # no longer in a group
+            group, name = self._places[id(p)]
+            if id(p) in self._done:
+                raise RuntimeError(
+                    f"{name} got a second gradient before optimizer.step(), and update_in_backward=True has applied "
+                    "the first: call step() after every backward (gradient_accumulation_steps=1), and with gradient "
+                    "checkpointing of layers that share weights set use_reentrant=False; or train without "
+                    "update_in_backward."
+                )
+            self._done.add(id(p))
+            norm = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
+            self._norms.append(norm)
+            if self._clip is not None:
+                p.grad.mul_((self._clip / (norm + 1e-6)).clamp_(max=1.0))  # as torch's clip_grad_norm_
+            optimizer._update_one(group, name, p)
+            p.grad = None
+
+    def _begin(self, optimizer: CodecOptimizer) -> None:
+        self.check(optimizer)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.get_world_size() > 1:
+                raise NotImplementedError(
+                    "update_in_backward=True does not support several processes: a gradient would be applied before "
+                    "it is averaged over them. Train in one process or without update_in_backward."
+                )
+        self._places = {id(p): (group, name) for group, name, p in optimizer.named_params()}
+        optimizer._begin_step()
+
+    def check(self, optimizer: CodecOptimizer) -> None:
+        """Raise RuntimeError where a step would not do what was asked."""
+        if self._lost is not None:
+            raise RuntimeError(
+                f"A later {self._lost} with update_in_backward=True has taken over this optimizer's parameters: "
+                "use that one, or build this one anew."
+            )
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError(
+                "update_in_backward=True has applied gradients that a GradScaler had scaled: train in bf16, or "
+                "without update_in_backward."
+            )
+
+    def end(self) -> None:
+        """Close the step: the next backward begins a new one."""
+        self._last_norms, self._norms = self._norms, []
+        self._done, self._places = set(), {}
+
+    def grad_norm(self) -> float | None:
+        """L2 norm over all gradients that the last step's hooks saw, before clipping; None before the first step."""
+        if not self._last_norms:
+            return None
+        return float(torch.linalg.vector_norm(torch.stack([norm.double().cpu() for norm in self._last_norms])))
+
+
+def _hook(updates: weakref.ref[BackwardUpdates]) -> Any:
+    def update(p: Tensor) -> None:
+        owner = updates()
+        if owner is not None:
+            owner.update(p)
+
+    return update
