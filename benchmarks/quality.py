@@ -38,9 +38,24 @@ TASKS = {
 }
 SGD_MOMENTUM = "sgd-momentum"
 GRIDS: dict[str, dict[str, tuple[float, float, float]]] = {
-    "adafactor": {},
-    SGD_MOMENTUM: {},
-    "taco": {},
+    # scaled like AdamW's updates, but not averaged by a first moment: the same rates or smaller ones
+    "adafactor": {
+        "sotu-lm": (1e-5, 3e-5, 1e-4),
+        "reviews-cls": (3e-5, 1e-4, 3e-4),
+        "llama-pretrain": (5e-4, 1e-3, 2e-3),
+    },
+    # the gradient is clipped to a norm of 1, so a step is at most ten times the rate long
+    SGD_MOMENTUM: {
+        "sotu-lm": (1e-2, 3e-2, 1e-1),
+        "reviews-cls": (1e-2, 3e-2, 1e-1),
+        "llama-pretrain": (1e-1, 3e-1, 1.0),
+    },
+    # the rate is that of its AdamW part; how much more its one-sparse updates take is an option of its own
+    "taco": {
+        "sotu-lm": (3e-5, 1e-4, 3e-4),
+        "reviews-cls": (3e-5, 1e-4, 3e-4),
+        "llama-pretrain": (1e-3, 2e-3, 4e-3),
+    },
 }
 """Optimizer -> task -> learning rates, where the method's natural scale is not AdamW's."""
 DTYPES = {"float32": "", "bfloat16": "-bf16", "float16": "-fp16"}

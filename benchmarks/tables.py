@@ -100,7 +100,7 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, str]]:
         after = [r["after"] for r in runs]
         row = {
             "strategy": strategy,
-            "best rate": f"{lr:g}",
+            "best rate": f"{lr:g}{at_the_edge(lr, grid)}",
             "seeds": str(len(after)),
             "before": f"{statistics.mean(r['before'] for r in runs):.4f}",
             "after, mean": f"{statistics.mean(after):.4f}",
@@ -124,6 +124,13 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, str]]:
         }
         cells.append(row)
     return cells
+
+
+def at_the_edge(lr: float, grid: dict[float, Any]) -> str:
+    """Says so when a whole grid has been tried and its best rate may not be the method's best."""
+    if len(grid) < 3 or min(grid) < lr < max(grid):
+        return ""
+    return " (lowest tried)" if lr == min(grid) else " (highest tried)"
 
 
 def megabytes(runs: list[dict[str, Any]], key: str) -> str:

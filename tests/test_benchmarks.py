@@ -106,6 +106,15 @@ def test_the_table_takes_the_best_rate_at_seed_0_and_all_its_seeds():
     assert (row["best rate"], row["seeds"], row["after, mean"], row["spread"]) == ("0.0001", "2", "3.2500", "0.1000")
 
 
+def test_a_best_rate_at_the_edge_of_the_grid_is_marked():
+    afters = {1e-4: 3.2, 3e-4: 3.1, 1e-3: 3.3}
+    inside = [result("a", lr, after=after) for lr, after in afters.items()]
+    highest = [result("b", lr, after=-lr) for lr in afters]
+    lowest = [result("c", lr, after=lr) for lr in afters]
+    cells = {row["strategy"]: row["best rate"] for row in tables.summary(inside + highest + lowest)}
+    assert cells == {"a": "0.0003", "b": "0.001 (highest tried)", "c": "0.0001 (lowest tried)"}
+
+
 AGAINST = "against the best adamw_torch, same batches"
 
 
