@@ -32,6 +32,7 @@ class ScriptArguments:
     block_tokens: int = 256
     held_out_files: int = 2
     held_out_blocks: int = 8
+    dtype: str = "float32"  # of the weights
 
 
 def read_blocks(files: list[pathlib.Path], tokenizer, block_tokens: int, what: str) -> list[dict[str, torch.Tensor]]:
@@ -43,11 +44,11 @@ def read_blocks(files: list[pathlib.Path], tokenizer, block_tokens: int, what: s
     return blocks
 
 
-def main() -> None:
+def main(default_config: str, **defaults: str) -> None:
     argv = sys.argv[1:]
-    config = argv.pop(0) if argv and argv[0].endswith((".yaml", ".yml")) else ROOT / "configs" / "taco_adamw.yaml"
+    config = argv.pop(0) if argv and argv[0].endswith((".yaml", ".yml")) else ROOT / "configs" / default_config
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
-    parser.set_defaults(**yaml.safe_load(pathlib.Path(config).read_text(encoding="utf8")))
+    parser.set_defaults(**defaults, **yaml.safe_load(pathlib.Path(config).read_text(encoding="utf8")))
     script, args = parser.parse_args_into_dataclasses(argv)
 
     files = sorted(pathlib.Path(script.text_dir).glob("*.txt"))
@@ -56,7 +57,7 @@ def main() -> None:
             f"There is no model at {script.model_name_or_path} or no text in {script.text_dir}: `make assets`."
         )
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path)
+    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=getattr(torch, script.dtype))
     held_out = read_blocks(files[-script.held_out_files :], tokenizer, script.block_tokens, "held-out")
     training = read_blocks(files[: -script.held_out_files], tokenizer, script.block_tokens, "training")
     held_out = held_out[: script.held_out_blocks]
@@ -73,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main("taco_adamw.yaml")

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..codecs.base import Codec, all_specs, zeros
 from ..param_groups import TREATMENTS, Treatment, decide, unsupported_dtype
 from .backward import BackwardUpdates
+from .checks import refuse_shared_memory
 from .report import GroupRow, MemoryReport, storage_bytes
 
 FORMAT_VERSION = 1
@@ -148,6 +149,7 @@ class CodecOptimizer(torch.optim.Optimizer):
                     f"{me} takes float32, bfloat16 and float16 parameters, but {name} is {p.dtype}: "
                     "convert it or freeze it."
                 )
+            refuse_shared_memory(me, name, p)
             if type(p.data).__name__ == "DTensor":
                 raise ValueError(
                     f"{me} does not support sharded parameters yet, and {name} is a DTensor: "

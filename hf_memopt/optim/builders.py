@@ -88,6 +88,11 @@ def _common(
         "clip_per_parameter": options.clip_per_parameter,
     }
     if model is not None:
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                f"{options.strategy}: the model has no trainable parameter (requires_grad is False for all of them): "
+                "unfreeze some, or add adapters, before the Trainer is made."
+            )
         kwargs["params"] = build_param_groups(
             model,
             weight_decay=weight_decay,

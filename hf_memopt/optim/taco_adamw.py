@@ -41,6 +41,7 @@ from ..codecs.ternary import TernaryFirstMoment, TernarySecondMoment
 from ..kernels import reference
 from ..kernels.folded import Folded, as_matrix
 from ..kernels.scalars import StepScalars, parameter_key
+from .answers import Answers
 from .base import FORMAT_VERSION, CodecOptimizer
 from .statistics import CodeStatistics
 
@@ -138,19 +139,20 @@ class TacoAdamW(CodecOptimizer):
         self._statistics_wanted = False
         self._statistics: dict[str, float] = {}
         self._sample: CodeStatistics | None = None
-        self._pending: list[tuple[dict, Tensor]] = []
+        self._answers = Answers()
         self._backends: dict[str, ModuleType] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self._answers.settle()
         return {**super().__getstate__(), "kernel": self.kernel}
 
     def _prepare_step(self) -> None:
-        self._settle()
+        self._answers.settle()
         self._sample = CodeStatistics() if self._statistics_wanted else None
         self._backends = {}
 
     def _end_step(self) -> None:
+        self._answers.send()
         if self._sample is not None:
             self._statistics, self._statistics_wanted, self._sample = self._sample.result(), False, None
 
@@ -194,32 +196,21 @@ class TacoAdamW(CodecOptimizer):
         return applied
 
     def _count(self, state: dict, applied: bool | Tensor) -> None:
-        """Count an applied or a skipped step. A GPU's answer is a tensor there, read when the next step begins."""
+        """Count an applied or a skipped step; a tensor is an answer that lies on a GPU."""
         if torch.is_tensor(applied):
-            state["step"] += 1
-            self._pending.append((state, applied))
+            self._answers.add(state, applied)
         elif applied:
             state["step"] += 1
         else:
             state["skipped"] += 1
 
-    def _settle(self) -> None:
-        """Read the outstanding answers of the last step: a skipped step is taken back from the counter."""
-        if not self._pending:
-            return
-        pending, self._pending = self._pending, []
-        for (state, _), applied in zip(pending, torch.stack([answer for _, answer in pending]).tolist(), strict=True):
-            if not applied:
-                state["step"] -= 1
-                state["skipped"] += 1
-
     def state_dict(self) -> dict[str, Any]:
-        self._settle()
+        self._answers.settle()
         return super().state_dict()
 
     @property
     def skipped_steps(self) -> int:
-        self._settle()
+        self._answers.settle()
         return super().skipped_steps
 
     def request_statistics(self) -> None:

@@ -517,3 +517,12 @@ def test_training_arguments_alone_are_enough(tmp_path):
     t = Trainer(tiny_llama(), args, train_dataset=texts())
     t.train()
     assert hf_memopt.last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+@pytest.mark.parametrize("optim", ["taco_adamw", "taco"])
+def test_a_model_that_is_all_frozen(tmp_path, targets, optim):
+    model = tiny_llama().requires_grad_(False)
+    t = trainer(tmp_path, model=model, optim=optim, optim_target_modules=targets)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        t.train()

@@ -55,6 +55,20 @@ def test_the_same_as_without(tmp_path, changes):
     assert len(set(history(ours, "learning_rate"))) > 1
 
 
+def test_taco_in_backward_and_its_resume(tmp_path):
+    config = {"optim": "taco_layerwise", "dtype": torch.bfloat16, **NO_CLIPPING}
+    whole = trainer(tmp_path / "whole", **config)
+    whole.train()
+    plain = trainer(tmp_path / "plain", **{**config, "optim": "taco"})
+    plain.train()
+    assert_same(whole, plain)
+    resumed = trainer(tmp_path / "whole", **config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same(whole, resumed)
+    treatments = {row.treatment: row.reason for row in inner(whole.optimizer).memory_report().rows}
+    assert treatments == {"one_sparse": "linear layer", "ternary": "embedding or output head", "dense": "vector"}
+
+
 def test_the_logged_norm_is_the_true_one(tmp_path):
     # max_grad_norm large enough to clip nothing makes every version of the Trainer log the norm
     plain = trainer(tmp_path / "plain", max_grad_norm=1e9)

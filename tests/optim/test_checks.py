@@ -78,3 +78,8 @@ def test_the_gradient_of_a_sum(kernel):
     for x in (p, q):
         TacoAdamW([("w", x)], kernel=kernel).step()
     assert torch.equal(p, q)
+
+
+def test_a_parameter_that_shares_memory_is_refused_by_name():
+    with pytest.raises(ValueError, match="elements of w share memory"):
+        TacoAdamW([("w", torch.nn.Parameter(torch.zeros(80).expand(64, 80)))])
