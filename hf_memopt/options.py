@@ -74,6 +74,7 @@ class TacoOptions(TacoAdamWOptions):
         k: Entries of each column of a linear layer that the history keeps, 0 to 1024. 0 is the history-free method,
             which is unstable.
         decay: Of the history, a step. At least 0, below 1.
+        consume: Share of an applied entry that leaves the history, 0 to 1.
         lr_scale: The chosen entry of a column moves by learning_rate * lr_scale.
         dimension_scale: Multiply that by rows / columns of the matrix.
     """
@@ -82,6 +83,7 @@ class TacoOptions(TacoAdamWOptions):
 
     k: int = 16
     decay: float = 0.9
+    consume: float = 1.0
     lr_scale: float = 50.0
     dimension_scale: bool = False
 
@@ -90,6 +92,7 @@ class TacoOptions(TacoAdamWOptions):
         for key, value, allowed, says in (
             ("k", self.k, 0 <= self.k <= 1024, "from 0 to 1024"),
             ("decay", self.decay, 0 <= self.decay < 1, "at least 0 and below 1"),
+            ("consume", self.consume, 0 <= self.consume <= 1, "from 0 to 1"),
             ("lr_scale", self.lr_scale, self.lr_scale >= 0, "0 or more"),
         ):
             if not allowed:

@@ -5,10 +5,11 @@ For a column with gradient g (m elements) and history h (at most k entries, the 
     c  = d h + (1 - d) g
     i* = argmax |c|
     w[i*] = w[i*] - lr sign(c[i*])
-    h  = the k largest of c without c[i*], rounded to FP8
+    c[i*] = (1 - consume) c[i*]
+    h  = the k largest of c, rounded to FP8
 
-The applied entry leaves the history. What was large and has not been applied yet stays and gets its turn: a queue.
-Keeping the applied entry instead makes a column step on one row again and again (``docs/taco.md``).
+With consume = 1 the applied entry leaves the history. What was large and has not been applied yet stays and gets its
+turn: a queue. Keeping the applied entry makes a column step on one row again and again (``docs/taco.md``).
 
 FP8 is e4m3 with one bf16 scale a column, such that the largest kept entry is 448, the format's largest number: 3 bits
 of mantissa, entries down to a 2^17th of the largest. Equal magnitudes: whichever ``torch.topk`` names first, the same
@@ -37,10 +38,11 @@ SMALLEST_SCALE = 2.0**-126  # below it a bf16 scale loses its digits
 
 @dataclass(frozen=True)
 class OneSparse:
-    """What is constant over the run: ``decay`` d of the history, ``lr_scale`` between the step's lr and that of
-    ``scalars``, and whether it is also multiplied by m / n (rows by columns)."""
+    """What is constant over the run: ``decay`` d of the history, the share ``consume`` of the applied entry that leaves
+    it, ``lr_scale`` between the step's lr and that of ``scalars``, and whether it is also multiplied by m / n."""
 
     decay: float
+    consume: float
     lr_scale: float
     dimension_scale: bool = False
 
@@ -78,8 +80,12 @@ def one_sparse_(weight: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepS
         chosen = c.gather(1, top)
         step = torch.where(applied, chosen[:, 0].sign() * lr, 0.0)
         _apply(weight[matrix, :, cols], top[:, 0], step, applied, s, matrix * m, cols)
-        if k:
+        if k and rule.consume == 1.0:
             _remember(history, top[:, 1:], chosen[:, 1:], applied)
+        elif k:
+            chosen[:, 0] *= 1.0 - rule.consume
+            kept = chosen.abs().topk(k, dim=1).indices
+            _remember(history, top.gather(1, kept), chosen.gather(1, kept), applied)
     return applied
 
 

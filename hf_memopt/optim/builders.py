@@ -60,7 +60,7 @@ def taco(model: nn.Module | None, options: TacoOptions, **training: Any) -> tupl
         raise ValueError(
             f"{options.strategy}: which weights belong to linear layers is read from the model: pass the model as well."
         )
-    own = {key: getattr(options, key) for key in ("k", "decay", "lr_scale", "dimension_scale")}
+    own = {key: getattr(options, key) for key in ("k", "decay", "consume", "lr_scale", "dimension_scale")}
     return Taco, {**_common(model, options, one_sparse=True, **training), **own}
 
 

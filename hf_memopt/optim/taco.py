@@ -26,7 +26,7 @@ from ..codecs.one_sparse import LAYOUTS, OneSparseHistory, as_columns
 from ..kernels import one_sparse
 from ..kernels.scalars import StepScalars
 from ..param_groups import Treatment, decide
-from .taco_adamw import TacoAdamW
+from .taco_adamw import TacoAdamW, _is_number
 
 MAX_KEPT = 1024
 
@@ -42,6 +42,7 @@ class Taco(TacoAdamW):
         lr: learning rate of the parameters that are not one-sparse.
         k: entries of a column that are kept. 0 keeps no history, which is unstable.
         decay: of the history, a step.
+        consume: share of an applied entry that leaves the history, 0 to 1.
         lr_scale: an entry of a one-sparse matrix moves by lr * lr_scale.
         dimension_scale: multiply that by rows / columns, as the norm would have it.
         betas, eps, weight_decay, **options: as for ``TacoAdamW``.
@@ -50,7 +51,7 @@ class Taco(TacoAdamW):
         ValueError: an option or a parameter is out of range; the sentence names it.
     """
 
-    SAVED_OPTIONS = (*TacoAdamW.SAVED_OPTIONS, "k", "decay", "lr_scale", "dimension_scale")
+    SAVED_OPTIONS = (*TacoAdamW.SAVED_OPTIONS, "k", "decay", "consume", "lr_scale", "dimension_scale")
     TREATMENTS = ("one_sparse", *TacoAdamW.TREATMENTS)
 
     def __init__(
@@ -63,18 +64,22 @@ class Taco(TacoAdamW):
         *,
         k: int = 16,
         decay: float = 0.9,
+        consume: float = 1.0,
         lr_scale: float = 50.0,
         dimension_scale: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_KEPT:
             raise ValueError(f"k must be a whole number from 0 to {MAX_KEPT}, got {k!r}.")
-        for name, value, low, high in (("decay", decay, 0.0, 1.0), ("lr_scale", lr_scale, 0.0, float("inf"))):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
-                raise ValueError(f"{name} must be a number of at least {low:g} and below {high:g}, got {value!r}.")
+        for name, value, below in (("decay", decay, 1.0), ("lr_scale", lr_scale, float("inf"))):
+            if not _is_number(value) or not 0.0 <= value < below:
+                raise ValueError(f"{name} must be a number of at least 0 and below {below:g}, got {value!r}.")
+        if not _is_number(consume) or not 0.0 <= consume <= 1.0:
+            raise ValueError(f"consume must be a number from 0 to 1, got {consume!r}.")
         if not isinstance(dimension_scale, bool):
             raise ValueError(f"dimension_scale must be True or False, got {dimension_scale!r}.")
-        own = {"k": k, "decay": decay, "lr_scale": lr_scale, "dimension_scale": dimension_scale, "layout": "auto"}
+        own = {"k": k, "decay": float(decay), "consume": float(consume), "lr_scale": float(lr_scale)}
+        own |= {"dimension_scale": dimension_scale, "layout": "auto"}
         super().__init__(params, lr, betas, eps, weight_decay, more_defaults=own, **options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -99,7 +104,7 @@ class Taco(TacoAdamW):
     def _update_matrix(self, group: dict, p: Tensor, state: dict, scalars: StepScalars) -> bool | Tensor:
         if self.treatment_of(group, p) != "one_sparse":
             return super()._update_matrix(group, p, state, scalars)
-        rule = one_sparse.OneSparse(group["decay"], group["lr_scale"], group["dimension_scale"])
+        rule = one_sparse.OneSparse(*(group[key] for key in ("decay", "consume", "lr_scale", "dimension_scale")))
         layout = _layout(group, p)
         return one_sparse.one_sparse_(as_columns(p, layout), as_columns(p.grad, layout), state, scalars, rule)
 

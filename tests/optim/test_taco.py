@@ -38,16 +38,23 @@ def histories(optimizer, p, columns: int) -> list[dict[int, float]]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("k", [0, 4, 16])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_against_the_twin(shape, k, weight_decay):
+@pytest.mark.parametrize("weight_decay, consume", [(0.0, 1.0), (0.1, 1.0), (0.0, 0.5), (0.0, 0.0)])
+def test_against_the_twin(shape, k, weight_decay, consume):
     p = parameter(*shape)
-    optimizer = one_sparse(p, k=k, weight_decay=weight_decay)
+    optimizer = one_sparse(p, k=k, weight_decay=weight_decay, consume=consume)
     for t in range(4):
         before, history = p.detach().clone(), histories(optimizer, p, shape[1])
         p.grad = randn(*shape, seed=t)
         optimizer.step()
         weight, expected, moved = one_sparse_step(
-            before, p.grad, history, lr=1e-2, k=k, decay=0.9, weight_decay_factor=1 - 1e-2 * weight_decay
+            before,
+            p.grad,
+            history,
+            lr=1e-2,
+            k=k,
+            decay=0.9,
+            consume=consume,
+            weight_decay_factor=1 - 1e-2 * weight_decay,
         )
         torch.testing.assert_close(p.detach().double(), weight, rtol=2e-7, atol=1e-8)  # fp32 against double
         for stored, wanted in zip(histories(optimizer, p, shape[1]), expected, strict=True):
@@ -283,6 +290,7 @@ def test_deepcopy_and_pickle():
     [
         ({"k": -1}, "k must be a whole number from 0 to 1024"),
         ({"k": 2.5}, "k must be a whole number"),
+        ({"consume": 1.5}, "consume must be a number from 0 to 1"),
         ({"decay": 1.0}, "decay must be a number of at least 0 and below 1"),
         ({"lr_scale": -1}, "lr_scale must be a number of at least 0"),
         ({"dimension_scale": 1}, "dimension_scale must be True or False"),

@@ -13,6 +13,7 @@ def one_sparse_step(
     lr: float,
     k: int,
     decay: float,
+    consume: float = 1.0,
     weight_decay_factor: float = 1.0,
 ) -> tuple[torch.Tensor, list[dict[int, float]], list[int | None]]:
     """New weight (float64), new history (row -> value, not rounded to FP8) and the row that moved, by column.
@@ -31,5 +32,6 @@ def one_sparse_step(
         else:
             new[best, j] -= lr if c[best] > 0 else -lr
             moved.append(best)
-        histories.append({i: c[i] for i in order[1 : k + 1]})
+        c[best] *= 1 - consume
+        histories.append({i: c[i] for i in sorted(range(m), key=lambda i: -abs(c[i]))[:k] if c[i] != 0})
     return new, histories, moved
