@@ -46,16 +46,9 @@ def test_against_the_twin(shape, k, weight_decay, consume):
         before, history = p.detach().clone(), histories(optimizer, p, shape[1])
         p.grad = randn(*shape, seed=t)
         optimizer.step()
-        weight, expected, moved = one_sparse_step(
-            before,
-            p.grad,
-            history,
-            lr=1e-2,
-            k=k,
-            decay=0.9,
-            consume=consume,
-            weight_decay_factor=1 - 1e-2 * weight_decay,
-        )
+        rule = {"lr": 1e-2, "k": min(k, shape[0] - 1), "decay": 0.9, "consume": consume}
+        factor = 1 - 1e-2 * weight_decay
+        weight, expected, moved = one_sparse_step(before, p.grad, history, **rule, weight_decay_factor=factor)
         torch.testing.assert_close(p.detach().double(), weight, rtol=2e-7, atol=1e-8)  # fp32 against double
         for stored, wanted in zip(histories(optimizer, p, shape[1]), expected, strict=True):
             largest = max(map(abs, wanted.values()), default=0.0)
