@@ -1,7 +1,7 @@
 """Tables and plots from the finished runs; nothing in them is typed by hand.
 
 python -m benchmarks.tables             # benchmarks/results/quality/README.md and a plot for each task
-python -m benchmarks.tables --readme    # also the generated parts of the repository's README.md
+python -m benchmarks.tables --readme    # also the generated parts of README.md and docs/taco.md
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def replace_block(text: str, name: str, content: str) -> str:
     missing."""
     pattern = re.compile(rf"(<!-- {name}: begin[^>]*-->\n).*?(<!-- {name}: end -->)", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"README.md has no generated block {name!r}")
+        raise ValueError(f"the page has no generated block {name!r}")
     return pattern.sub(lambda m: f"{m[1]}{content}\n{m[2]}", text)
 
 
@@ -206,10 +206,39 @@ def demo_block() -> str:
     return f"{table(rows(results))}\n\n{note} Made by `make demo`.\n\n![demo](benchmarks/results/demo/demo.png)"
 
 
+def ablation_block() -> str:
+    """The settings of taco that were tried at seed 0 beside AdamW, task by task, as docs/taco.md shows them."""
+    parts = []
+    for task in ("llama-pretrain", "sotu-lm"):
+        found = [
+            r
+            for r in load(QUALITY / task)
+            if r["seed"] == 0
+            and r["dtype"] == "float32"
+            and r.get("embedding_lr_scale", 1.0) == 1.0
+            and (r["optim"] == "taco" or r["strategy"] in ("adamw_torch", "taco_adamw"))
+        ]
+        cells = [
+            {
+                "optim": r["optim"],
+                "optim_args": ", ".join(a for a in r["optim_args"].split(",") if not a.startswith("seed=")),
+                "rate": f"{r['lr']:g}",
+                "before": f"{r['before']:.4f}",
+                "after": f"{r['after']:.4f}",
+                "bits a parameter": f"{r['bits_per_parameter']:.2f}",
+                "optimizer, seconds a step": f"{r['optimizer_seconds']:.3f}",
+            }
+            for r in sorted(found, key=lambda r: (r["optim"], r["after"]))
+        ]
+        if cells:
+            parts += [f"`{task}`, held-out loss, seed 0:", "", table(cells), ""]
+    return "\n".join(parts).rstrip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--readme", action="store_true", help="fill the generated parts of README.md from the recorded demo"
+        "--readme", action="store_true", help="fill the generated parts of README.md and docs/taco.md too"
     )
     given = parser.parse_args()
     page = quality_page()
@@ -218,6 +247,8 @@ def main() -> None:
     if given.readme:
         path = ROOT / "README.md"
         path.write_text(replace_block(path.read_text(encoding="utf8"), "demo", demo_block()), encoding="utf8")
+        path = ROOT / "docs" / "taco.md"
+        path.write_text(replace_block(path.read_text(encoding="utf8"), "ablation", ablation_block()), encoding="utf8")
 
 
 if __name__ == "__main__":
