@@ -111,6 +111,27 @@ def fallback(tmp: Path) -> None:
     assert type(inner(t.optimizer)).__name__ == "TacoAdamW"
 
 
+def update_in_backward(tmp: Path) -> None:
+    plain = trainer(tmp / "plain", save_strategy="no", max_grad_norm=1e9)
+    ours = trainer(tmp / "ours", optim="taco_adamw_layerwise", max_grad_norm=0.0)
+    plain.train()
+    ours.train()
+    assert differences(snapshot(plain), snapshot(ours)) == []
+    norms = [[e["grad_norm"] for e in t.state.log_history if "grad_norm" in e] for t in (plain, ours)]
+    assert len(norms[0]) == 6 and all(abs(a - b) < 1e-4 * a for a, b in zip(*norms, strict=True))
+    again = trainer(tmp / "ours", optim="taco_adamw_layerwise", max_grad_norm=0.0)
+    again.train(resume_from_checkpoint=str(tmp / "ours" / "checkpoint-4"))
+    assert differences(snapshot(ours), snapshot(again)) == []
+
+
+def taco(tmp: Path) -> None:
+    straight = trainer(tmp, optim="taco", dtype=torch.bfloat16)
+    straight.train()
+    again = trainer(tmp, optim="taco", dtype=torch.bfloat16)
+    again.train(resume_from_checkpoint=str(tmp / "checkpoint-2"))
+    assert differences(snapshot(straight), snapshot(again)) == []
+
+
 CHECKS = [
     names,
     command_line,
@@ -122,6 +143,8 @@ CHECKS = [
     torn_checkpoint_and_save_total_limit,
     figures_in_the_logs,
     fallback,
+    update_in_backward,
+    taco,
 ]
 
 

@@ -70,6 +70,17 @@ def link_torch(target: Path) -> None:
                 (target / top).symlink_to(Path(distribution.locate_file(top)).resolve())
 
 
+def revision() -> str:
+    """The commit under test, with + when the package's files differ from it; unknown outside a repository."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return commit + ("+" if git("status", "--porcelain", "--", "hf_memopt") else "") if commit else "unknown"
+
+
 def check(version: str, work: Path) -> dict:
     """Install ``version`` and run ``check.py`` with it; its answer, or what went wrong."""
     try:
@@ -106,7 +117,7 @@ def main() -> int:
             reason = result.get("error") or ", ".join(failed)
             print(f"transformers {version}: {'passed' if result['passed'] else f'FAILED: {reason}'}", flush=True)
     if args.output:
-        everything = {"python": platform.python_version(), "transformers": results}
+        everything = {"python": platform.python_version(), "hf_memopt": revision(), "transformers": results}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(everything, indent=2) + "\n")
     return sum(not result["passed"] for result in results.values())
