@@ -1,9 +1,9 @@
 """The update of the memory simulation: allocates what the Triton kernels allocate, computes nothing.
 
-Kernels work through pointers, and tensors of a simulation have none. What counts there is what a step holds on to: the
-workspace of ``triton.Plan`` while it runs, and one answer a parameter until the next step. Both come from the code that
-runs on a GPU, and its checks of shapes, dtypes and layouts are made. Only fake tensors are taken, and
-``kernels.select`` gives this backend only within ``kernels.simulating()``, so no real training can end up here.
+Kernels work through pointers, and tensors of a simulation have none. What counts there is what a step allocates: its
+answer and the workspace of ``triton.Plan``. Both come from the code that runs on a GPU, and its checks of shapes,
+dtypes and layouts are made. Only fake tensors are taken, and ``kernels.select`` gives this backend only within
+``kernels.simulating()``, so no real training can end up here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 ``simulate`` builds the model on the meta device and runs whole iterations on fake tensors: the model's own forward,
 autograd's backward, the real optimizer with its real state, hooks and temporaries. No GPU is needed, nothing is
 computed, and there is no formula that could drift from the code. The one piece that differs is the optimizer's kernel,
-which works through pointers: its stand-in allocates what the Triton kernels do (``kernels/simulated.py``).
+which works through pointers: its stand-in allocates what the Triton kernels do (``kernels/simulated.py``). And of
+updates that are the same, operation by operation, one is carried out (``repeats.py``).
 
 ``measure`` runs the same iterations on real tensors of the CPU, counted in the same way. The tests hold the two equal.
 
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from .. import kernels
 from ..optim.report import human_bytes
+from .repeats import updates_once
 from .storages import COMPONENTS, Kind, Peak, StorageLog, tensors_in
 
 PHASES = ("forward", "backward", "step")
@@ -119,9 +121,10 @@ def simulate(
     options = _Options(tokens, batch, gradient_checkpointing, steps, loss, granularity, largest)
     with torch.device("meta"):
         model = build_model()
-    with FakeTensorMode(allow_non_fake_inputs=True), kernels.simulating():
+    log = StorageLog(granularity, fake=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), kernels.simulating(), updates_once(log):
         _materialise(model)
-        return _iterate(model, build_optimizer, options, StorageLog(granularity, fake=True))
+        return _iterate(model, build_optimizer, options, log)
 
 
 def measure(

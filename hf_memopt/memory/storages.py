@@ -132,7 +132,7 @@ class StorageLog(TorchDispatchMode):
             number = known[0]
             record = self.records[number]
             if nbytes != record.nbytes:  # resized in place
-                self._events.append((number, self._rounded(nbytes) - self._rounded(record.nbytes)))
+                self._events.append((number, self.rounded(nbytes) - self.rounded(record.nbytes)))
                 record.nbytes = nbytes
             return number
         if nbytes == 0:
@@ -141,14 +141,14 @@ class StorageLog(TorchDispatchMode):
         recomputed = self.section == "backward" and torch.is_grad_enabled()
         label = "activations" if recomputed else _SECTION_LABELS.get(self.section, "other")
         self.records.append(Record(nbytes, label, operation, tuple(tensor.shape), tensor.dtype))
-        self._events.append((number, self._rounded(nbytes)))
+        self._events.append((number, self.rounded(nbytes)))
         address = storage._cdata
         self._alive[address] = number, weakref.ref(storage, lambda _: self._gone(address))
         return number
 
     def _gone(self, address: int) -> None:
         number, _ = self._alive.pop(address)
-        self._events.append((number, -self._rounded(self.records[number].nbytes)))
+        self._events.append((number, -self.rounded(self.records[number].nbytes)))
 
     def label(self, tensors: Iterable[Tensor], component: str) -> None:
         """Say what the storages of ``tensors`` are for, from their beginning on."""
@@ -166,7 +166,8 @@ class StorageLog(TorchDispatchMode):
         finally:
             self.section = before
 
-    def _rounded(self, nbytes: int) -> int:
+    def rounded(self, nbytes: int) -> int:
+        """The bytes that a storage of ``nbytes`` takes."""
         return -(-nbytes // self.granularity) * self.granularity
 
     # -- reading ----------------------------------------------------------------------------------

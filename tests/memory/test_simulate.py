@@ -14,11 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_memopt import kernels
+from hf_memopt import build_param_groups, kernels
 from hf_memopt.kernels import triton
 from hf_memopt.memory import simulate
 from hf_memopt.memory.storages import COMPONENTS, StorageLog
 from hf_memopt.optim import TacoAdamW
+from hf_memopt.optim.taco import Taco
 
 TOKENS = 48
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -126,6 +127,33 @@ def test_ternary_optimizer_equals_the_real_one_but_for_the_kernels_temporaries(d
     temporaries = [moment.components["optimizer temporaries"] for moment in simulated.phases.values()]
     norms = 2 * 4 * answers if in_backward else 0  # of this step and of the last
     assert max(temporaries) <= workspace + 2 * answers + norms + 8 * answers
+
+
+def one_sparse(model):
+    groups = build_param_groups(model, weight_decay=0.0, no_decay=(), one_sparse=True)
+    return Taco(groups, kernel="reference", update_in_backward=True)
+
+
+def test_updates_that_repeat_are_carried_out_once_and_count_as_often(monkeypatch):
+    """One of each kind, all of them, and the real run, of a model in which only one-sparse parameters are trained."""
+
+    def build():
+        model = llama(torch.bfloat16)()
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.endswith("proj.weight"))
+        return model
+
+    once = simulate.simulate(build, one_sparse, tokens=TOKENS, granularity=1)
+    monkeypatch.setattr(simulate, "updates_once", lambda log: contextlib.nullcontext())
+    in_full, real = both(build, one_sparse)
+    assert bytes_of(once) == bytes_of(in_full)
+    # a real run also keeps whether each update was applied: a byte a parameter, stacked, and on the host
+    flags = 3 * sum(p.requires_grad for p in build().parameters())
+    for (phase, simulated, parts), (_, counted, real_parts) in zip(bytes_of(in_full), bytes_of(real), strict=True):
+        assert 0 <= counted - simulated <= flags, phase
+        for component in set(COMPONENTS) - {"optimizer temporaries"}:
+            assert parts[component] == real_parts[component], (phase, component)
+    assert once.phases["backward"].components["optimizer temporaries"] > 100_000
 
 
 def test_update_in_backward_holds_no_gradient_after_backward():
