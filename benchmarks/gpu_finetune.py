@@ -25,7 +25,8 @@ def finetune(place: Any) -> dict[str, Any]:
     steps = place.sizes(60, 3)
     task = sotu(steps) if place.cuda and assets_present() else python_source(place, steps)
     rows = []
-    for optim in ("taco_adamw", "adamw_torch_fused" if place.cuda else "adamw_torch", "adamw_bnb_8bit"):
+    peer = "adamw_torch_fused" if place.cuda else "adamw_torch"
+    for optim in ("taco_adamw", peer, "adamw_bnb_8bit", "taco_adamw_layerwise", "taco_layerwise"):
         if "bnb" in optim and importlib.util.find_spec("bitsandbytes") is None:
             rows.append({"optim": optim, "skipped": "bitsandbytes is not installed"})
             continue
@@ -101,7 +102,8 @@ def fine_tune_once(place: Any, task: dict, optim: str, dtype: torch.dtype) -> di
     with tempfile.TemporaryDirectory() as scratch:
         args = TrainingArguments(
             output_dir=scratch, optim=optim, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-            use_cpu=not place.cuda, seed=0, data_seed=0, **task["arguments"],
+            use_cpu=not place.cuda, seed=0, data_seed=0,
+            **task["arguments"] | ({"max_grad_norm": 0.0} if optim.endswith("_layerwise") else {}),
         )  # fmt: skip
         trainer = Trainer(model=model, args=args, train_dataset=task["train"])
         trainer.remove_callback(PrinterCallback)
