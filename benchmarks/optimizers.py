@@ -117,6 +117,7 @@ PEERS: dict[str, Peer] = {
     "GaLoreAdamW": Peer(_galore, "galore-torch", _LOW_RANK.format("an SVD, as in its first step")),
     "APOLLOAdamW": Peer(_apollo, "apollo-torch", _LOW_RANK.format("random numbers")),
     "TacoAdamW, reference kernel": Peer(_taco("reference"), "hf_memopt", "plain torch on tiles"),
+    "TacoAdamW, inductor kernel": Peer(_taco("inductor"), "hf_memopt", "compiles at its first step"),
 }
 
 

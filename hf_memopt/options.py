@@ -47,7 +47,7 @@ class TacoAdamWOptions:
     seed: int = 0
     dense_embeddings: bool = False
     stochastic_rounding: bool = True
-    kernel: Literal["auto", "reference", "compiled", "triton"] = "auto"
+    kernel: Literal["auto", "reference", "compiled", "triton", "inductor"] = "auto"
     update_in_backward: bool = False
     clip_per_parameter: float | None = None
 

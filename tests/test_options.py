@@ -143,7 +143,7 @@ def test_seed_out_of_range():
 
 
 def test_wrong_choice_lists_the_choices():
-    with pytest.raises(ValueError, match=re.escape("must be auto|reference|compiled|triton, got 'cuda'")):
+    with pytest.raises(ValueError, match=re.escape("must be auto|reference|compiled|triton|inductor, got 'cuda'")):
         parse_options(TacoAdamWOptions, "kernel=cuda")
 
 

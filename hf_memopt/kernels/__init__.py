@@ -6,11 +6,14 @@ name          what it is                                                  device
 reference     plain torch on tiles, the definition of the numbers         any with float64
 compiled      one pass in C, built at first use by the system's compiler  CPU
 triton        one fused kernel                                            CUDA
+inductor      the reference's arithmetic through ``torch.compile``        CPU; CUDA, untested
 auto          triton on CUDA, compiled on the CPU, else reference
 ============  ==========================================================  =======================
 
 All give the same weights and the same state, bit for bit (``README.md``), so the choice is about speed alone and a
-checkpoint does not remember it. The memory simulation has a backend of its own, which ``simulating`` switches on.
+checkpoint does not remember it. ``inductor`` is for machines on which the fast kernel of the device cannot be built; it
+has to be asked for, since its first step takes seconds to compile. The memory simulation has a backend of its own,
+which ``simulating`` switches on.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ import logging
 from collections.abc import Iterator
 from types import ModuleType
 
-KERNELS = ("auto", "reference", "compiled", "triton")
+KERNELS = ("auto", "reference", "compiled", "triton", "inductor")
 
-_DEVICES = {"compiled": "cpu", "triton": "cuda"}
+_DEVICES = {"compiled": ("cpu",), "triton": ("cuda",), "inductor": ("cpu", "cuda")}
+_FASTEST = {"cpu": "compiled", "cuda": "triton"}
 _logger = logging.getLogger("hf_memopt")
 _told: set[str] = set()
 _simulations = 0
@@ -53,7 +57,7 @@ def select(kernel: str, device_type: str) -> tuple[str, ModuleType]:
     if kernel == "reference":
         return kernel, _backend(kernel)
     if kernel == "auto":
-        fast = next((name for name, device in _DEVICES.items() if device == device_type), None)
+        fast = _FASTEST.get(device_type)
         if fast is None:
             return "reference", _backend("reference")
         usable, why = _backend(fast).available()
@@ -67,10 +71,10 @@ def select(kernel: str, device_type: str) -> tuple[str, ModuleType]:
                 why,
             )
         return "reference", _backend("reference")
-    if _DEVICES[kernel] != device_type:
+    if device_type not in _DEVICES[kernel]:
+        devices = " and ".join(_DEVICES[kernel])
         raise ValueError(
-            f"kernel={kernel!r} works on {_DEVICES[kernel]} parameters, but a parameter is on {device_type}: "
-            "set kernel=auto."
+            f"kernel={kernel!r} works on {devices} parameters, but a parameter is on {device_type}: set kernel=auto."
         )
     usable, why = _backend(kernel).available()
     if not usable:

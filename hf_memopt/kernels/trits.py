@@ -20,7 +20,7 @@ PLANES = 5
 PLANE = BLOCK // PLANES
 ZERO_BYTE = 128  # five digits 1, that is five codes 0
 
-_POWERS = (1, 3, 9, 27, 81)
+POWERS = (1, 3, 9, 27, 81)
 
 
 def block_count(cols: int) -> int:
@@ -45,7 +45,7 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack(packed: Tensor) -> Tensor:
     """``(..., w)`` uint8 -> ``(..., 5, w)`` int16 codes in {-1, 0, 1}."""
-    powers = torch.tensor(_POWERS, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+    powers = torch.tensor(POWERS, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
     fraction = packed.unsqueeze(-2) * powers  # uint8 wraps, which is the & 255
     return ((fraction.to(torch.int16) * 3) >> 8) - 1
 

@@ -57,7 +57,7 @@ class TacoAdamW(CodecOptimizer):
         maximize: ascend instead of descend.
         seed: of the stochastic rounding.
         stochastic_rounding: write bf16 and fp16 weights back with stochastic rounding (fp32 weights are never rounded).
-        kernel: ``auto``, ``reference``, ``compiled`` or ``triton``; all give the same numbers
+        kernel: ``auto``, ``reference``, ``compiled``, ``triton`` or ``inductor``; all give the same numbers
             (``kernels/__init__.py``).
         update_in_backward: step each parameter as soon as its gradient is complete and free the gradient
             (``optim/backward.py``). ``step()`` then ends the step; accumulation and clipping of the global norm are

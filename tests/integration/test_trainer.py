@@ -144,7 +144,7 @@ def test_dense_embeddings(tmp_path):
         ),
         (
             "kernel=cuda",
-            "taco_adamw: option 'kernel' must be auto|reference|compiled|triton, got 'cuda'; the options are ",
+            "taco_adamw: option 'kernel' must be auto|reference|compiled|triton|inductor, got 'cuda'; the options are ",
         ),
     ],
 )

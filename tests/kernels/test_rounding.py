@@ -30,7 +30,7 @@ def as_int32(x: torch.Tensor) -> torch.Tensor:
 
 
 def write_back(x: torch.Tensor, dtype: torch.dtype, hashes: torch.Tensor) -> torch.Tensor:
-    return reference._write_back(x, dtype, SCALARS, lambda: hashes)
+    return reference.write_back(x, dtype, SCALARS, lambda: hashes)
 
 
 # -- the uniform numbers -------------------------------------------------------------------------
@@ -192,13 +192,13 @@ def test_write_back_beyond_the_range_is_infinite(dtype):
 def test_write_back_off_by_option_rounds_to_nearest(dtype):
     nearest = dataclasses.replace(SCALARS, stochastic=False)
     x = randn(5000, seed=4)
-    rounded = reference._write_back(x, dtype, nearest, lambda: pytest.fail("asks for random bits"))
+    rounded = reference.write_back(x, dtype, nearest, lambda: pytest.fail("asks for random bits"))
     assert torch.equal(rounded, x.to(dtype))
 
 
 def test_write_back_keeps_fp32():
     x = randn(100)
-    assert reference._write_back(x, torch.float32, SCALARS, lambda: pytest.fail("asks for random bits")) is x
+    assert reference.write_back(x, torch.float32, SCALARS, lambda: pytest.fail("asks for random bits")) is x
 
 
 # -- the hash over a matrix ----------------------------------------------------------------------

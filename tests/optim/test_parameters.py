@@ -289,7 +289,7 @@ def test_vectors_cannot_be_ternary():
         ("betas", (0.9,), r"betas must be two numbers in \[0, 1\)"),
         ("eps", -1e-8, "eps must be a finite number of at least 0"),
         ("weight_decay", -0.1, "weight_decay must be a finite number of at least 0"),
-        ("kernel", "fast", "kernel='fast' is not a kernel: choose one of auto, reference, compiled, triton"),
+        ("kernel", "fast", "kernel='fast' is not a kernel: choose one of auto, reference, compiled, triton, inductor"),
     ],
 )
 def test_options_out_of_range(option, value, sentence):
