@@ -3,6 +3,7 @@
     python -m benchmarks.fits                    # every case that has no result yet, then the page
     python -m benchmarks.fits --only taco_adamw_layerwise-7b-2048
     python -m benchmarks.fits --tables           # page and plot from the JSON files, nothing is simulated
+    python -m benchmarks.fits --tables --readme  # also the table of cards in README.md
 
 Llama's architecture, bf16 weights, batch 1, gradient checkpointing (non-reentrant), the loss that transformers computes
 unless the case says otherwise. Every case runs two whole iterations of the real model and optimizer on tensors without
@@ -34,7 +35,27 @@ from hf_memopt.options import parse_options
 
 FOLDER = common.RESULTS / "fits"
 GIB = 2**30
+RESERVE_GIB = 0.7
 SIZES = {
+    # Llama 3.2 1B and 3B, Llama 2 7B and 13B
+    "1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "3b": {
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
 }
@@ -82,6 +103,7 @@ TABLE = [
     *(Case(name) for name in OURS),
     *(Case(name, loss="chunked") for name in OURS),
     *(Case(name, size="13b") for name in OURS),
+    *(Case(name, size=size) for size in ("1b", "3b") for name in (ADAMW, "taco_adamw", *OURS)),
 ]
 QUESTIONS = [
     question
@@ -98,8 +120,9 @@ def model_of(case: Case) -> Callable[[], torch.nn.Module]:
     def build() -> torch.nn.Module:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        sizes = SIZES[case.size] | ({} if case.layers is None else {"num_hidden_layers": case.layers})
-        config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=case.tokens, **sizes)
+        sizes = {"vocab_size": VOCABULARY} | SIZES[case.size]
+        sizes |= {} if case.layers is None else {"num_hidden_layers": case.layers}
+        config = LlamaConfig(max_position_embeddings=case.tokens, **sizes)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
     return build
@@ -181,9 +204,10 @@ def answer(question: Question, folder: pathlib.Path, reserve: float) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of cases and questions, as their files")
-    parser.add_argument("--reserve", type=float, default=0.7, help="GiB of a card that are kept free")
+    parser.add_argument("--reserve", type=float, default=RESERVE_GIB, help="GiB of a card that are kept free")
     parser.add_argument("--results", type=pathlib.Path, default=FOLDER)
     parser.add_argument("--tables", action="store_true", help="only write the page and the plot")
+    parser.add_argument("--readme", action="store_true", help="also write the table of cards into README.md")
     given = parser.parse_args()
     wanted = [*TABLE, *QUESTIONS]
     unknown = set(given.only or ()) - {one.name for one in wanted}
@@ -203,9 +227,14 @@ def main() -> None:
         }
         common.write_json(given.results / "answers" / f"{one.name}.json", {**found, "case": asdict(one.case)})
         print(f"{one.name}: {found['fits']}", flush=True)
-    from benchmarks.fits_page import write_page
+    from benchmarks.fits_page import cards_block, write_page
+    from benchmarks.tables import replace_block
 
     print(write_page(given.results))
+    if given.readme:
+        path = common.ROOT / "README.md"
+        block = cards_block(given.results, given.reserve)
+        path.write_text(replace_block(path.read_text(encoding="utf8"), "cards", block), encoding="utf8")
 
 
 if __name__ == "__main__":

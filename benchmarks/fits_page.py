@@ -87,6 +87,43 @@ def answers(found: list[dict[str, Any]]) -> list[dict[str, str]]:
     return cells
 
 
+CARDS_GIB = (8, 12, 16, 24, 32, 40, 48, 80)
+PUBLISHED = {"1b": "Llama 3.2 1B", "3b": "Llama 3.2 3B", "7b": "Llama 2 7B", "13b": "Llama 2 13B"}
+
+
+def smallest_card(nbytes: float, reserve: float) -> str:
+    """The smallest of the usual cards with room for ``nbytes`` and a reserve of GiB."""
+    fits = [c for c in CARDS_GIB if nbytes / GIB + reserve <= c]
+    return f"{fits[0]} GB" if fits else f"over {CARDS_GIB[-1]} GB"
+
+
+def cards_block(folder: pathlib.Path, reserve: float) -> str:
+    """The README's table of cards: whole models at 2048 tokens with transformers' own loss."""
+    cells = []
+    for r in standard(load(folder)):
+        if r["case"]["loss"] or r["case"]["optimizer"] == "adamw-fp32-state":
+            continue
+        parts = highest(r)["components"]
+        cells.append(
+            {
+                "model": f"{PUBLISHED[r['case']['size']]} ({r['memory']['parameters'] / 1e9:.2f}e9)",
+                "`optim=`": f"`{r['case']['optimizer']}`",
+                "weights": f"{parts['weights'] / GIB:.1f}",
+                "gradients": f"{parts['gradients'] / GIB:.1f}",
+                "optimizer": f"{(parts['optimizer state'] + parts['optimizer temporaries']) / GIB:.1f}",
+                "activations": f"{(parts['activations'] + parts['backward temporaries']) / GIB:.1f}",
+                "peak": f"{r['memory']['peak_bytes'] / GIB:.1f}",
+                "card": smallest_card(r["memory"]["peak_bytes"], reserve),
+            }
+        )
+    note = (
+        f"GiB at the peak of a training step: bf16 weights, one sequence of 2,048 tokens, gradient checkpointing. "
+        f"Simulated with the real code on tensors without storage,\nnot measured on a card, of which {reserve:g} GiB "
+        "are left for CUDA: [all cases](benchmarks/results/fits). Made by `python -m benchmarks.fits --readme`."
+    )
+    return f"{table(cells)}\n\n{note}"
+
+
 def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
     """One stacked bar a case: what is alive at its peak."""
     import matplotlib

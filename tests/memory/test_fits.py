@@ -62,3 +62,15 @@ def test_the_page_has_the_standard_cases_and_a_plot(folder):
     page = fits_page.write_page(folder)
     assert "taco_layerwise, 7b, 2048 tokens" in page and "2304 tokens" not in page
     assert (folder / "fits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_of_cards_in_the_readme_is_that_of_the_results():
+    readme = (common.ROOT / "README.md").read_text(encoding="utf8")
+    reserve = fits.RESERVE_GIB
+    assert fits_page.cards_block(fits.FOLDER, reserve) in readme, "run python -m benchmarks.fits --tables --readme"
+
+
+def test_the_smallest_card():
+    assert fits_page.smallest_card(7 * fits.GIB, 1.0) == "8 GB"
+    assert fits_page.smallest_card(7 * fits.GIB + 1, 1.0) == "12 GB"
+    assert fits_page.smallest_card(80 * fits.GIB, 1.0) == "over 80 GB"
