@@ -62,7 +62,8 @@ def available() -> tuple[bool, str]:
     try:
         done = bool(_compiled(_probe)(torch.zeros(8))[0])
     except Exception as error:  # whatever a compiler, a linker or this Python's version brings up
-        return False, f"torch.compile: {' '.join(str(error).split())[:300] or type(error).__name__}"
+        first_paragraph = " ".join(str(error).split("\n\n")[0].split())
+        return False, f"torch.compile: {first_paragraph[:300] or type(error).__name__}"
     return done, "" if done else "torch.compile is switched off and runs functions as they are"
 
 
