@@ -1,0 +1,14 @@
+"""The program in docs/memory.md runs as it stands there."""
+
+import re
+import subprocess
+import sys
+
+from benchmarks.common import ROOT
+
+
+def test_the_program_of_the_page():
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "memory.md").read_text(encoding="utf8"), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"^gradients +\d", done.stdout, re.MULTILINE) and re.search(r"^peak +\d", done.stdout, re.MULTILINE)
