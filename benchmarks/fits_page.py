@@ -121,7 +121,7 @@ def cards_block(folder: pathlib.Path, reserve: float) -> str:
         f"Simulated with the real code on tensors without storage,\nnot measured on a card, of which {reserve:g} GiB "
         "are left for CUDA: [all cases](benchmarks/results/fits). Made by `python -m benchmarks.fits --readme`."
     )
-    return f"{table(cells)}\n\n{note}"
+    return f"{table(cells)}\n\n{note}\n\n![bytes at the peak by component](benchmarks/results/fits/fits.png)"
 
 
 def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
