@@ -31,6 +31,7 @@ from .reference import hash_at, write_back
 from .scalars import MAX_GRADIENT, StepScalars
 
 TILE = 1 << 18  # elements worked on at once
+GROUP = 32  # rows whose maximum is looked at first
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126  # below it a bf16 scale loses its digits
@@ -67,17 +68,16 @@ def one_sparse_(weight: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepS
     applied = (least.float() >= -MAX_GRADIENT) & (most.float() <= MAX_GRADIENT)
     lr = s.lr * rule.lr_scale * (m / n if rule.dimension_scale else 1.0)
     for matrix, cols, columns in _tiles(b, m, n):
-        c = grad[matrix, :, cols].t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        c = grad[matrix, :, cols].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         c.mul_(-(1 - rule.decay) if s.maximize else 1 - rule.decay)
         history = {key.removeprefix("history."): state[key][columns] for key in state if key.startswith("history.")}
         k = history["values"].shape[1] if history else 0
         if k:
-            rows = history["rows"].to(torch.int64)
-            kept = history["values"].float() * history["scale"].float()[:, None]
+            rows = history["rows"].to(torch.int64).t()
+            kept = (history["values"].float() * history["scale"].float()[:, None]).t()
             # the rows of a column differ, but for those that stand for nothing and add zero
-            c.scatter_(1, rows, c.gather(1, rows) + kept * rule.decay)
-        top = c.abs().topk(k + 1, dim=1).indices
-        chosen = c.gather(1, top)
+            c.scatter_(0, rows, c.gather(0, rows) + kept * rule.decay)
+        top, chosen = largest(c, k + 1)
         step = torch.where(applied, chosen[:, 0].sign() * lr, 0.0)
         _apply(weight[matrix, :, cols], top[:, 0], step, applied, s, matrix * m, cols)
         if k and rule.consume == 1.0:
@@ -87,6 +87,26 @@ def one_sparse_(weight: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepS
             kept = chosen.abs().topk(k, dim=1).indices
             _remember(history, top.gather(1, kept), chosen.gather(1, kept), applied)
     return applied
+
+
+def largest(c: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Rows (int64) and values of the ``count`` entries of each column of ``c`` (m, n) with the largest magnitudes,
+    largest first, each (n, count).
+
+    Long columns are searched in two stages: the entries looked for lie in those ``count`` groups of rows that have the
+    largest maxima, and reading a matrix along its rows is faster than sorting its columns.
+    """
+    m, n = c.shape
+    if m % GROUP or m < 4 * GROUP * count:
+        columns = c.t().contiguous()
+        rows = columns.abs().topk(count, dim=1).indices
+        return rows, columns.gather(1, rows)
+    maxima = c.view(m // GROUP, GROUP, n).abs().amax(dim=1).t().contiguous()
+    groups = maxima.topk(count, dim=1).indices
+    rows = (groups[:, :, None] * GROUP + torch.arange(GROUP, device=c.device)).flatten(1)
+    candidates = c.gather(0, rows.t()).t().contiguous()
+    places = candidates.abs().topk(count, dim=1).indices
+    return rows.gather(1, places), candidates.gather(1, places)
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:

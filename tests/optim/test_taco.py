@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_memopt import Taco, build_param_groups, import_adamw_state
 from hf_memopt.codecs.one_sparse import OneSparseHistory, as_columns
+from hf_memopt.kernels.one_sparse import largest
 from tests.cases import parameter, randn
 from tests.optim.common import same_bits, snapshot, state_equal, train
 from tests.reference.one_sparse_twin import one_sparse_step
@@ -152,6 +153,17 @@ def test_a_column_is_an_input_feature_in_every_layout(layout, shape, back):
     assert torch.equal(back(p), torch.stack([m.detach() for m in matrices]))
     values = torch.cat([plain.state[m]["history.values"].float() for m in matrices])
     assert torch.equal(optimizer.state[p]["history.values"].float(), values)
+
+
+@pytest.mark.parametrize("m", [2176, 2177, 4096, 40])
+def test_two_stages_find_the_same_entries(m):
+    c = randn(m, 33)
+    c[:, 5] = 0
+    c[7:20, 6] = 3.0  # ties
+    rows, values = largest(c, 17)
+    assert torch.equal(values.abs(), c.abs().topk(17, dim=0).values.t())
+    assert torch.equal(values, c.t().gather(1, rows))
+    assert all(len(set(row)) == 17 for row in rows.tolist())
 
 
 def test_tiles_do_not_change_the_numbers(monkeypatch):
