@@ -9,6 +9,9 @@ import copy
 import gc
 import io
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -277,3 +280,44 @@ def test_gradients_are_not_alive_together():
     gradient = 320 * 320 * 4
     assert peaks[False] >= 12 * gradient
     assert peaks[True] <= peaks[False] - 10 * gradient
+
+
+MEASURE = """
+import re, sys
+import torch
+from hf_memopt import TacoAdamW
+
+torch.set_num_threads(1)
+layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+optimizer = TacoAdamW(layers.parameters(), update_in_backward=sys.argv[1] == "True")
+
+def step():
+    layers(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+step()  # the state, and what the first call of everything costs
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+
+
+def resident(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+before = resident("VmRSS")
+step()
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resets the peak of resident memory through /proc")
+def test_peak_of_the_process():
+    # freed blocks go back to the system at once and serve no later allocation unseen
+    at_once = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    rises = {}
+    for in_backward in (False, True):
+        command = [sys.executable, "-c", MEASURE, str(in_backward)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=at_once)
+        rises[in_backward] = int(done.stdout)
+    gradient = 1024 * 1024 * 4
+    assert rises[False] >= 24 * gradient
+    assert rises[True] <= 4 * gradient, rises
