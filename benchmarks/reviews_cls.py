@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.language_model import drawn
 from tools.demo_assets import asset
 
 NAME = "reviews-cls"
@@ -135,8 +136,7 @@ def collate(chosen: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def training_blocks(seed: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
     """The rows of a whole run: the training set in the seed's order, or as much of it as `steps` batches take."""
     train, _ = rows()
-    drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(1_000_003 + seed)).tolist()
-    return [train[i] for i in drawn[: steps * BATCH]]
+    return [train[i] for i in drawn(len(train), seed)[: steps * BATCH]]
 
 
 def training_arguments(steps: int = STEPS) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import math
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from benchmarks.common import versions, write_json
+from benchmarks.language_model import as_rows, drawn, held_out_loss
 from tools.demo_assets import asset, demo_dir
 
 NAME = "sotu-lm"
@@ -69,8 +69,7 @@ def blocks() -> tuple[torch.Tensor, torch.Tensor]:
 def training_blocks(seed: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
     """The blocks of a whole run, drawn without replacement: `steps` batches of two blocks."""
     train, _ = blocks()
-    drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(1_000_003 + seed)).tolist()
-    return [{"input_ids": train[i], "labels": train[i]} for i in drawn[: steps * BATCH_BLOCKS]]
+    return as_rows(train, drawn(len(train), seed)[: steps * BATCH_BLOCKS])
 
 
 def training_arguments(steps: int = STEPS) -> dict[str, Any]:
@@ -85,19 +84,9 @@ def training_arguments(steps: int = STEPS) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def evaluate(model: torch.nn.Module) -> float:
     """Mean loss in nats a token over the fixed held-out blocks; the logits are taken to fp32 before the loss."""
-    _, held_out = blocks()
-    training = model.training
-    model.eval()
-    total = 0.0
-    for batch in tqdm(held_out.split(4), desc="held-out text", unit="batch", dynamic_ncols=True):
-        logits = model(input_ids=batch.to(model.device)).logits[:, :-1].float()
-        target = batch[:, 1:].to(model.device)
-        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum").item()
-    model.train(training)
-    return total / (held_out.shape[0] * (BLOCK_TOKENS - 1))
+    return held_out_loss(model, blocks()[1], batch=4)
 
 
 def evaluate_before(model: torch.nn.Module) -> float:
