@@ -8,8 +8,9 @@
 Llama's architecture, bf16 weights, batch 1, gradient checkpointing (non-reentrant), the loss that transformers computes
 unless the case says otherwise. Every case runs two whole iterations of the real model and optimizer on tensors without
 storage (`hf_memopt/memory/simulate.py`); the second is reported. Questions such as the longest sequence are answered by
-further cases: the answer fits, the next larger one does not. A card's room is its memory less `--reserve`, for what
-the simulation cannot see: CUDA context, workspaces inside kernels, fragmentation.
+further cases: the answer fits, the next larger one does not. A card's room is 97.5 % of its memory, which is
+what CUDA reports, less `--reserve` for what the simulation cannot see: context, workspaces inside kernels,
+fragmentation.
 
 One JSON file a case in `benchmarks/results/fits/`, in bytes. A case of 7B takes about half a minute of a free core.
 """
@@ -36,6 +37,8 @@ from hf_memopt.options import parse_options
 FOLDER = common.RESULTS / "fits"
 GIB = 2**30
 RESERVE_GIB = 0.7
+USABLE = 0.975
+"""Share of a card's nominal memory that CUDA reports: 23.5 GiB of a 24 GB card, 31.4 of one of 32 GB."""
 SIZES = {
     # Llama 3.2 1B and 3B, Llama 2 7B and 13B
     "1b": {
@@ -167,9 +170,14 @@ def said(case: Case, memory: SimulatedMemory) -> str:
     return f"{case.name}: {memory.peak_bytes / GIB:.2f} GiB in {memory.peak_phase}, {memory.seconds:.0f} s"
 
 
+def room_bytes(gib: float, reserve: float) -> float:
+    """What a training may take of a card of nominally ``gib``."""
+    return (gib * USABLE - reserve) * GIB
+
+
 def answer(question: Question, folder: pathlib.Path, reserve: float) -> dict[str, Any]:
     """The largest value that fits and the proof: the next larger one does not."""
-    room = (question.gib - reserve) * GIB
+    room = room_bytes(question.gib, reserve)
 
     def peak(steps: int) -> int:
         case = Case(**{**asdict(question.case), question.field: steps * question.step})

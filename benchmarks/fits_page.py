@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 from benchmarks.demo import table
+from benchmarks.fits import room_bytes
 
 GIB, MIB = 2**30, 2**20
 COLOURS = {
@@ -77,7 +78,8 @@ def answers(found: list[dict[str, Any]]) -> list[dict[str, str]]:
             {
                 "question": a["what"],
                 "optimizer": a["case"]["optimizer"],
-                "card": f"{a['gib']} GiB less {a['reserve_gib']:g}",
+                "card": f"{a['gib']} GB",
+                "room, GiB": f"{a['room_bytes'] / GIB:.2f}",
                 "fits": f"{a['fits']:,}" if fits else f"not even {a['smallest']:,}",
                 "peak, GiB": f"{a['peak_bytes'] / GIB:.2f}",
                 "does not": f"{a['next']:,}" if fits else "",
@@ -93,7 +95,7 @@ PUBLISHED = {"1b": "Llama 3.2 1B", "3b": "Llama 3.2 3B", "7b": "Llama 2 7B", "13
 
 def smallest_card(nbytes: float, reserve: float) -> str:
     """The smallest of the usual cards with room for ``nbytes`` and a reserve of GiB."""
-    fits = [c for c in CARDS_GIB if nbytes / GIB + reserve <= c]
+    fits = [c for c in CARDS_GIB if nbytes <= room_bytes(c, reserve)]
     return f"{fits[0]} GB" if fits else f"over {CARDS_GIB[-1]} GB"
 
 
@@ -117,9 +119,11 @@ def cards_block(folder: pathlib.Path, reserve: float) -> str:
             }
         )
     note = (
-        f"GiB at the peak of a training step: bf16 weights, one sequence of 2,048 tokens, gradient checkpointing. "
-        f"Simulated with the real code on tensors without storage,\nnot measured on a card, of which {reserve:g} GiB "
-        "are left for CUDA: [all cases](benchmarks/results/fits). Made by `python -m benchmarks.fits --readme`."
+        "GiB at the peak of a training step: bf16 weights, one sequence of 2,048 tokens, gradient checkpointing. "
+        "Simulated with the real code on tensors\nwithout storage, not measured on a card; 2.5 % of a card's memory "
+        f"and {reserve:g} GiB are left for CUDA. Each row shows its own highest moment: without\ngradients that is "
+        "the loss, whose fp32 logits then count as activations. [All cases](benchmarks/results/fits), made by "
+        "`python -m benchmarks.fits --readme`."
     )
     return f"{table(cells)}\n\n{note}\n\n![bytes at the peak by component](benchmarks/results/fits/fits.png)"
 

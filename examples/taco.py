@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model, all parameters, with 0.1 bits of optimizer state a parameter and no gradient buffer.
+"""Fine-tune a causal language model, all parameters, with a small FP8 history and no gradient buffer.
 
     make assets                                                     # once: the demo's model and texts
     python examples/taco.py                                         # settings of configs/taco.yaml

@@ -3,13 +3,13 @@
 ``decide`` is the one eligibility rule: the optimizer, the memory report and whoever predicts memory ask it, always with
 the parameter's *global* shape, so that sharding never changes a treatment.
 
-=========  ========================================  ==================================
-treatment  moments                                   which parameters
-=========  ========================================  ==================================
-one_sparse  the largest entries of a column, FP8     ``taco`` only: linear layers and experts of at least 4096 elements
-ternary    codes in {-1, 0, +1}, 3.3 bits together   matrices of at least 4096 elements
-dense      fp32, 64 bits together                    vectors, small matrices, whatever the user excluded
-=========  ========================================  ==================================
+==========  ========================================  ==================================
+treatment   moments                                   which parameters
+==========  ========================================  ==================================
+ternary     codes in {-1, 0, +1}, 3.3 bits together   matrices of at least 4096 elements
+dense       fp32, 64 bits together                    vectors, small matrices, whatever the user excluded
+one_sparse  of each column the largest entries, FP8   ``taco`` only: linear layers, columns of at least 128
+==========  ========================================  ==================================
 
 ``build_param_groups`` adds what only the model knows: names, the Trainer's decay and no-decay sets, embeddings, and
 ``optim_target_modules``. That setting has one meaning here, the one transformers gives it elsewhere: a string is a
@@ -28,7 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .codecs.one_sparse import as_columns
+
 MIN_TERNARY_ELEMENTS = 4096
+MIN_COLUMN = 128  # entries; of shorter columns sixteen FP8 values take more room than ternary codes of all
 TREATMENTS = ("ternary", "dense")
 ALL_LINEAR = "all-linear"
 TRANSPOSED_EXPERTS = ("Llama4TextExperts",)  # (experts, in, out) without transformers' mark ``is_transposed``
@@ -49,7 +52,7 @@ def decide(
     embedding: bool = False,
     dense_embeddings: bool = False,
     one_sparse: bool = False,
-    layout: str | None = None,
+    column: int | None = None,
 ) -> Treatment:
     """The treatment of a parameter of global ``shape``.
 
@@ -58,7 +61,7 @@ def decide(
         embedding: it is an input embedding or the output head.
         dense_embeddings: the option of that name.
         one_sparse: the strategy is ``taco``.
-        layout: which of its dimensions are input features (``codecs/one_sparse.py``), None if that is not known.
+        column: how many entries one of its columns has (``codecs/one_sparse.py``), None where it is no linear layer's.
     """
     if len(shape) < 2:
         return Treatment("dense", "vector")
@@ -72,16 +75,18 @@ def decide(
         return Treatment("ternary", "matrix")
     if embedding:
         return Treatment("ternary", "embedding or output head")
-    if layout is None:
+    if column is None:
         return Treatment("ternary", "not a linear layer")
+    if column < MIN_COLUMN:
+        return Treatment("ternary", f"columns under {MIN_COLUMN} entries")
     return Treatment("one_sparse", "linear layer")
 
 
 def build_param_groups(
     model: nn.Module,
     *,
-    weight_decay: float,
-    no_decay: Collection[str],
+    weight_decay: float = 0.0,
+    no_decay: Collection[str] = (),
     target_modules: str | Iterable[str] | None = None,
     dense_embeddings: bool = False,
     one_sparse: bool = False,
@@ -115,7 +120,7 @@ def build_param_groups(
             embedding=id(p) in embeddings,
             dense_embeddings=dense_embeddings,
             one_sparse=one_sparse,
-            layout=layouts.get(id(p)),
+            column=as_columns(p, layouts[id(p)]).shape[1] if id(p) in layouts else None,
         )
         layout = {"layout": layouts[id(p)]} if treatment.name == "one_sparse" else {}
         decay = 0.0 if name in no_decay else weight_decay

@@ -120,7 +120,7 @@ _register_with_layerwise(
 _register_with_layerwise(
     OptimizerSpec(
         name="taco",
-        summary="one entry of each column moves a step, chosen by a small FP8 history: 0.1 bits a parameter",
+        summary="one entry of each column moves, chosen by an FP8 history: 0.1 bits a parameter of wide linear layers",
         paper="arXiv:2610.02199",
         builder="hf_memopt.optim.builders:taco",
         options=TacoOptions,

@@ -41,6 +41,15 @@ def test_example_trains(path, tmp_path):
 
 
 @needs_assets
+def test_the_program_of_update_in_backward_runs(tmp_path):
+    page = (ROOT / "docs" / "update_in_backward.md").read_text(encoding="utf8")
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (tmp_path / ".demo").symlink_to(demo_dir())
+    out, err = python("-c", program, cwd=tmp_path)
+    assert "TacoAdamW with update in backward" in out + err and "memopt/bits_per_param" in out
+
+
+@needs_assets
 def test_the_program_in_the_readme_runs(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf8"), re.DOTALL)
     (tmp_path / ".demo").symlink_to(demo_dir())

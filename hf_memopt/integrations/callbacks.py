@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from ..memory.peak import peak_bytes
 from ..registry import is_registered
 from .checkpoints import CALLBACK_KEY, set_aside_torn, write_marker
-from .trainer import refuse_in_backward, refuse_unsupported
+from .trainer import refuse_in_backward, refuse_unsupported, updates_in_backward
 
 logger = logging.getLogger("hf_memopt")
 
@@ -60,13 +60,15 @@ class MemoptCallback(TrainerCallback, ExportableState):
         name = getattr(args.optim, "value", args.optim)
         if is_registered(name):
             refuse_unsupported(name, args)
+            if updates_in_backward(name, args):
+                refuse_in_backward(f"optim={name!r}", args)
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         # the trainer_state.json of a run without this package has no entry for it, but the Trainer wants one to save
         state.stateful_callbacks.setdefault(CALLBACK_KEY, self._exported())
         ours = package_optimizer(optimizer)
         if ours is not None and ours.update_in_backward:  # again: the optimizer may have been passed in, not named
-            refuse_in_backward(getattr(args.optim, "value", args.optim), args)
+            refuse_in_backward(type(ours).__name__, args)
         if ours is not None and state.is_world_process_zero:
             logger.info("%s", ours.memory_report(model).table())
         self._args, self._state = args, state

@@ -74,7 +74,7 @@ def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[t
     refuse_unsupported(name, args)
     options = parse_options(spec.options, getattr(args, "optim_args", None), strategy=name, preset=spec.preset)
     if options.update_in_backward:
-        refuse_in_backward(name, args)
+        refuse_in_backward(f"optim={name!r}", args)
     return spec.load_builder()(
         model,
         options,
@@ -114,12 +114,23 @@ def refuse_unsupported(name: str, args: Any) -> None:
         raise NotImplementedError(f"optim={name!r} does not support {_UNSUPPORTED_MODES[mode]}.")
 
 
-def refuse_in_backward(name: str, args: Any) -> None:
+def updates_in_backward(name: str, args: Any) -> bool:
+    """Whether ``optim=name`` with these arguments would update during backward; False where options are wrong, which
+    is said when the optimizer is made."""
+    spec = get_optimizer(name)
+    try:
+        options = parse_options(spec.options, getattr(args, "optim_args", None), strategy=name, preset=spec.preset)
+    except ValueError:
+        return False
+    return options.update_in_backward
+
+
+def refuse_in_backward(who: str, args: Any) -> None:
     """Raise ValueError, in one sentence, for training arguments that an update during backward cannot honour."""
     fp16 = getattr(args, "fp16", False) or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     clips = args.max_grad_norm is not None and args.max_grad_norm > 0
     mode = getattr(getattr(args, "parallel_mode", None), "name", "")
-    for asked, what in (
+    reasons = (
         (
             args.gradient_accumulation_steps > 1,
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}: each gradient is applied and freed at "
@@ -141,9 +152,10 @@ def refuse_in_backward(name: str, args: Any) -> None:
             "auto_find_batch_size: an attempt that runs out of memory has changed part of the weights already; set "
             "per_device_train_batch_size yourself",
         ),
-    ):
-        if asked:
-            raise ValueError(f"optim={name!r} with update in backward does not support {what}.")
+    )
+    asked = [what for is_asked, what in reasons if is_asked]
+    if asked:
+        raise ValueError(f"{who} with update in backward does not support {'; nor '.join(asked)}.")
 
 
 # training argument, flag with which accelerate passes it on, what is not supported

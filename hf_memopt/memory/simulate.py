@@ -118,6 +118,8 @@ def simulate(
     Raises:
         ValueError: An argument is out of range, or the model has no gradient checkpointing.
     """
+    if isinstance(build_model, nn.Module):
+        raise ValueError("simulate builds the model itself, without memory: pass a function that returns it.")
     options = _Options(tokens, batch, gradient_checkpointing, steps, loss, granularity, largest)
     with torch.device("meta"):
         model = build_model()

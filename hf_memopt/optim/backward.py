@@ -98,7 +98,8 @@ class BackwardUpdates:
                     f"{name} got a second gradient before optimizer.step(), and update_in_backward=True has applied "
                     "the first: call step() after every backward (gradient_accumulation_steps=1), and with gradient "
                     "checkpointing of layers that share weights set use_reentrant=False; or train without "
-                    "update_in_backward."
+                    "update_in_backward. If the last backward was interrupted, go on from a checkpoint: part of the "
+                    "weights has been updated."
                 )
             self._done.add(id(p))
             norm = torch.linalg.vector_norm(p.grad, dtype=torch.float32)

@@ -39,6 +39,8 @@ class CodecOptimizer(torch.optim.Optimizer):
     gradient. It calls ``_start`` before and ``_hook_up`` after torch's ``__init__``.
     """
 
+    NAME = ""
+    """Which optimizer it is, in checkpoints."""
     CODECS: dict[str, dict[str, Codec]] = {}
     TREATMENTS: tuple[str, ...] = TREATMENTS
     SAVED_OPTIONS: tuple[str, ...] = ()
@@ -256,6 +258,12 @@ class CodecOptimizer(torch.optim.Optimizer):
                 f"This checkpoint's optimizer state has format version {sorted(map(str, versions))}, this hf_memopt "
                 f"reads version {FORMAT_VERSION}: install the version of hf_memopt that wrote it."
             )
+        writer = saved_groups[0].get("optimizer", "TacoAdamW")
+        if writer != self.NAME:
+            raise ValueError(
+                f"This checkpoint holds the state of {writer}, not {self.NAME}'s: resume with the optim= that wrote "
+                "it, or remove optimizer.pt to start with fresh state."
+            )
         if sizes != own_sizes:
             raise ValueError(self._other_groups(saved_groups, sizes, own_sizes))
         found = []
@@ -355,9 +363,8 @@ class CodecOptimizer(torch.optim.Optimizer):
             for i, n in enumerate((1, p.numel(), nbytes)):
                 row[i] += n
         frozen = None if model is None else sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        return MemoryReport(
-            type(self).__name__, self.kernel_name(), tuple(GroupRow(*k, *v) for k, v in rows.items()), measured, frozen
-        )
+        me = type(self).__name__ + (" with update in backward" if self.update_in_backward else "")
+        return MemoryReport(me, self.kernel_name(), tuple(GroupRow(*k, *v) for k, v in rows.items()), measured, frozen)
 
     def kernel_name(self) -> str:
         """The kernel that updates, for the report."""

@@ -83,13 +83,20 @@ def _by_name(optimizer: CodecOptimizer, state_dict: dict[str, Any], model: nn.Mo
     sizes = [len(g["params"]) for g in groups]
     if all("param_names" in g for g in groups):
         names = [g["param_names"][i] for g, i, _ in saved]
+    elif model is not None and len(groups) == 1:  # the Trainer always makes two; this is AdamW(model.parameters())
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        if sizes != [len(names)]:
+            raise ValueError(
+                f"The AdamW state is of another model: it has {sizes[0]} parameters, the model {len(names)} trainable."
+            )
     elif model is not None:
         in_order = _names_in_trainer_order(optimizer, model)
         if sizes != [len(names) for names in in_order]:
             raise ValueError(
                 f"The AdamW state has groups of {sizes} parameters, where the Trainer, with the weight decay of this "
                 f"optimizer's groups, would make {[len(names) for names in in_order]}: "
-                "it is of another model or grouping."
+                "it is of another model or grouping. The optimizer to fill must have the Trainer's groups too: make it "
+                "with trainer.create_optimizer()."
             )
         names = [name for names in in_order for name in names]
     elif sizes == [len(g["params"]) for g in optimizer.param_groups]:

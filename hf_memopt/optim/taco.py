@@ -25,7 +25,7 @@ from ..codecs.base import Codec
 from ..codecs.one_sparse import LAYOUTS, OneSparseHistory, as_columns
 from ..kernels import one_sparse
 from ..kernels.scalars import StepScalars
-from ..param_groups import Treatment, decide
+from ..param_groups import decide
 from .taco_adamw import TacoAdamW, _is_number
 
 MAX_KEPT = 1024
@@ -35,10 +35,10 @@ class Taco(TacoAdamW):
     """One-sparse steps with an FP8 history for linear layers, ``TacoAdamW`` for the rest.
 
     Args:
-        params: as for ``TacoAdamW``; a group's ``treatment`` may also be ``one_sparse``, with ``layout`` one of those
-            of ``codecs/one_sparse.py``. ``auto`` treats every matrix of at least 4096 elements with two or three
-            dimensions so: use ``hf_memopt.build_param_groups(model, ..., one_sparse=True)``, which knows embeddings,
-            heads and transposed layers.
+        params: the groups of ``hf_memopt.build_param_groups(model, one_sparse=True)``, which knows embeddings, heads
+            and transposed layers. In groups of your own the ``treatment`` of matrices must be named: ``one_sparse``,
+            with ``layout`` one of those of ``codecs/one_sparse.py`` (without it: ``matrix``, or ``stack`` in three
+            dimensions), ``ternary`` or ``dense``.
         lr: learning rate of the parameters that are not one-sparse.
         k: entries of a column that are kept. 0 keeps no history, which is unstable.
         decay: of the history, a step.
@@ -51,6 +51,7 @@ class Taco(TacoAdamW):
         ValueError: an option or a parameter is out of range; the sentence names it.
     """
 
+    NAME = "Taco"
     SAVED_OPTIONS = (*TacoAdamW.SAVED_OPTIONS, "k", "decay", "consume", "lr_scale", "dimension_scale")
     TREATMENTS = ("one_sparse", *TacoAdamW.TREATMENTS)
 
@@ -86,15 +87,15 @@ class Taco(TacoAdamW):
         super()._check_group(group)
         if group["layout"] not in ("auto", *LAYOUTS):
             raise ValueError(f"layout={group['layout']!r} is not known: choose auto, {', '.join(LAYOUTS)}.")
+        if group["treatment"] == "auto" and any(decide(p.shape).name == "ternary" for p in group["params"]):
+            raise ValueError(
+                "Taco cannot tell a linear layer from an embedding in a list of parameters: pass "
+                "hf_memopt.build_param_groups(model, one_sparse=True), or name the treatment of each group "
+                f"({', '.join(self.TREATMENTS)})."
+            )
         if group["treatment"] == "one_sparse":
             for p in group["params"]:
                 as_columns(p, _layout(group, p))
-
-    def decision(self, group: dict, p: Tensor) -> Treatment:
-        if group["treatment"] == "auto":
-            layout = _layout(group, p) if p.dim() in (2, 3) else None
-            return decide(p.shape, one_sparse=True, layout=layout)
-        return super().decision(group, p)
 
     def codecs_of(self, group: dict, p: Tensor) -> dict[str, Codec]:
         if self.treatment_of(group, p) == "one_sparse":

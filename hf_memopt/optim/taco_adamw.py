@@ -69,6 +69,7 @@ class TacoAdamW(CodecOptimizer):
         ValueError: an option or a parameter is out of range; the sentence names it.
     """
 
+    NAME = "TacoAdamW"
     CODECS = {
         "ternary": {"exp_avg": TernaryFirstMoment(), "exp_avg_sq": TernarySecondMoment()},
         "dense": {"exp_avg": Dense(), "exp_avg_sq": Dense()},
@@ -130,6 +131,7 @@ class TacoAdamW(CodecOptimizer):
             "stochastic_rounding": stochastic_rounding,
             "treatment": "auto",
             "format_version": FORMAT_VERSION,
+            "optimizer": self.NAME,
             **(more_defaults or {}),
         }
         super().__init__(params, defaults)

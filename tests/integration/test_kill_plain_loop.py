@@ -22,7 +22,7 @@ STEPS = 24
 LOOP = """
 import os, sys
 import torch
-from hf_memopt import Taco, TacoAdamW
+from hf_memopt import Taco, TacoAdamW, build_param_groups
 
 output, dtype, optimizer_class, in_backward, steps = sys.argv[1:]
 torch.set_num_threads(1)
@@ -30,7 +30,8 @@ torch.manual_seed(0)
 layers = torch.nn.Linear(600, 900), torch.nn.Tanh(), torch.nn.Linear(900, 600)
 model = torch.nn.Sequential(*layers).to(getattr(torch, dtype))
 cls = {"Taco": Taco, "TacoAdamW": TacoAdamW}[optimizer_class]
-optimizer = cls(model.named_parameters(), lr=1e-3, update_in_backward=in_backward == "True")
+groups = build_param_groups(model, one_sparse=cls is Taco)
+optimizer = cls(groups, lr=1e-3, update_in_backward=in_backward == "True")
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, int(steps))
 checkpoint, begin = os.path.join(output, "checkpoint.pt"), 0
 if os.path.exists(checkpoint):

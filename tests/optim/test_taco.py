@@ -202,10 +202,10 @@ def test_more_rows_than_16_bits_count():
 def test_resume_is_bit_equal_and_the_checkpoint_keeps_its_options():
     def model():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(100, 80), nn.Linear(80, 80), nn.LayerNorm(80)).to(torch.bfloat16)
+        return nn.Sequential(nn.Embedding(100, 80), nn.Linear(80, 160), nn.LayerNorm(160)).to(torch.bfloat16)
 
     def make(m, **options):
-        return Taco(build_param_groups(m, weight_decay=0.1, no_decay=(), one_sparse=True), lr=1e-3, **options)
+        return Taco(build_param_groups(m, weight_decay=0.1, one_sparse=True), lr=1e-3, **options)
 
     whole = make(model(), k=8)
     train(whole, range(3))
@@ -232,11 +232,12 @@ def test_groups_of_a_model():
     assert treatment["transformer.h.0.attn.c_attn.weight"] == ("one_sparse", "transposed")
     assert treatment["transformer.wte.weight"] == ("ternary", None)
     assert treatment["transformer.h.0.ln_1.weight"] == ("dense", None)
-    convolution = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Linear(80, 80))
+    convolution = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Linear(80, 160), nn.Linear(160, 80))
     groups = build_param_groups(convolution, weight_decay=0.0, no_decay=(), one_sparse=True)
     assert {(g["treatment"], g["reason"]) for g in groups} == {
         ("ternary", "not a linear layer"),
         ("one_sparse", "linear layer"),
+        ("ternary", "columns under 128 entries"),
         ("dense", "vector"),
     }
 
@@ -246,7 +247,7 @@ def test_experts(name):
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, name):
         pytest.skip(f"this transformers has no {name}")
-    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     small |= {"num_local_experts": 2, "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 32}
     config = getattr(transformers, name)(**small)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -308,7 +309,10 @@ def test_bad_options(options, sentence):
 
 def test_bad_groups():
     with pytest.raises(ValueError, match="layout='rows' is not known"):
-        Taco([{"params": [parameter(80, 90)], "layout": "rows"}])
+        Taco([{"params": [parameter(80, 90)], "treatment": "one_sparse", "layout": "rows"}])
+    with pytest.raises(ValueError, match="cannot tell a linear layer from an embedding.*build_param_groups"):
+        Taco([parameter(80, 90), parameter(90)])
+    assert Taco([parameter(90)]).treatment_of({"treatment": "auto"}, parameter(90)) == "dense"
     with pytest.raises(ValueError, match="needs 3 dimensions"):
         Taco([{"params": [parameter(80, 90)], "treatment": "one_sparse", "layout": "stack"}])
     with pytest.raises(ValueError, match="needs matrices"):
