@@ -143,11 +143,16 @@ def build_param_groups(
 
 def _embedding_parameters(model: nn.Module) -> set[int]:
     """ids of the weights of all embeddings and of the output head (not names: tied weights have several)."""
-    modules = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is not None:
-        modules.append(head)
-    return {id(p) for module in modules for p in module.parameters(recurse=False)}
+    found = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    try:
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    except NotImplementedError:
+        head = None
+    if isinstance(head, nn.Module):  # with what wraps it: PEFT's modules_to_save, several layers
+        found |= {id(p) for p in head.parameters()}
+    elif isinstance(head, torch.Tensor):
+        found.add(id(head))
+    return found
 
 
 def linear_layouts(model: nn.Module) -> dict[int, str]:
@@ -158,11 +163,13 @@ def linear_layouts(model: nn.Module) -> dict[int, str]:
         if isinstance(module, nn.Linear):
             found[id(module.weight)] = "matrix"
         elif _is_linear(module):
-            found[id(module.weight)] = "transposed"
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+                found[id(weight)] = "transposed"
         else:
             transposed = getattr(module, "is_transposed", type(module).__name__ in TRANSPOSED_EXPERTS or None)
             for p in module.parameters(recurse=False):
-                if transposed is not None and p.dim() == 3:
+                if isinstance(transposed, bool) and p.dim() == 3:
                     found[id(p)] = "stack_transposed" if transposed else "stack"
     return found
 

@@ -19,6 +19,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from ..memory.peak import peak_bytes
+from ..optim.backward import release
 from ..registry import is_registered
 from .checkpoints import CALLBACK_KEY, set_aside_torn, write_marker
 from .trainer import refuse_in_backward, refuse_unsupported, updates_in_backward
@@ -69,6 +70,13 @@ class MemoptCallback(TrainerCallback, ExportableState):
         ours = package_optimizer(optimizer)
         if ours is not None and ours.update_in_backward:  # again: the optimizer may have been passed in, not named
             refuse_in_backward(type(ours).__name__, args)
+            ours.resume_updates()
+        left = release(model.parameters(), keep=ours) if model is not None else []
+        if left:
+            logger.warning(
+                "%s of an earlier training still updated parameters of this model in backward; that has been ended.",
+                ", ".join(left),
+            )
         if ours is not None and state.is_world_process_zero:
             logger.info("%s", ours.memory_report(model).table())
         self._args, self._state = args, state
@@ -83,8 +91,11 @@ class MemoptCallback(TrainerCallback, ExportableState):
             logs["grad_norm"] = ours.grad_norm
             state.log_history[-1]["grad_norm"] = ours.grad_norm  # filled from a copy of the logs before this is called
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args, state, control, optimizer=None, **kwargs):
         self._marking = False
+        ours = package_optimizer(optimizer)
+        if ours is not None:
+            ours.hold_updates()  # a backward after training is not meant to train
 
     def state(self) -> dict[str, Any]:
         """Called by the Trainer in the middle of a save, where there is a folder to mark, and while it sets up."""

@@ -141,7 +141,11 @@ def refuse_in_backward(who: str, args: Any) -> None:
             f"max_grad_norm={args.max_grad_norm}: the norm of all gradients is known only when all have been applied; "
             'set max_grad_norm=0, and optim_args="clip_per_parameter=1.0" to clip each parameter by itself',
         ),
-        (fp16, "fp16 with its gradient scaler: set bf16=True, or fp16=False"),
+        (fp16, "fp16 with its gradient scaler: set bf16=True, or fp16=False and unset ACCELERATE_MIXED_PRECISION"),
+        (
+            mode == "NOT_DISTRIBUTED" and getattr(args, "n_gpu", 1) > 1,
+            "several GPUs in one process (DataParallel): show it one with CUDA_VISIBLE_DEVICES, or train without it",
+        ),
         (
             mode == "DISTRIBUTED",
             "several processes: a gradient would be applied before it is averaged over them; train in one process, or "

@@ -64,8 +64,7 @@ def one_sparse_(weight: Tensor, grad: Tensor, state: dict[str, Tensor], s: StepS
         then nothing has changed.
     """
     b, m, n = weight.shape
-    least, most = torch.aminmax(grad)  # of a NaN: NaN
-    applied = (least.float() >= -MAX_GRADIENT) & (most.float() <= MAX_GRADIENT)
+    applied = _within_range(grad)
     lr = s.lr * rule.lr_scale * (m / n if rule.dimension_scale else 1.0)
     for matrix, cols, columns in _tiles(b, m, n):
         c = grad[matrix, :, cols].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -119,6 +118,16 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
+def _within_range(grad: Tensor) -> Tensor:
+    """Whether every number of ``grad`` (b, m, n) is finite and has a finite square, as a bool tensor."""
+    # aminmax copies what is not contiguous: whole matrices are read as they lie, anything else in tiles
+    parts = [view for view in (grad, grad.transpose(1, 2)) if view.is_contiguous()][:1]
+    if not parts:
+        parts = (grad[matrix, :, cols].contiguous() for matrix, cols, _ in _tiles(*grad.shape))
+    bounds = [torch.stack(torch.aminmax(part)).float() for part in parts]  # of a NaN: NaN
+    return (torch.stack(bounds).abs() <= MAX_GRADIENT).all()
+
+
 def _remember(history: dict[str, Tensor], rows: Tensor, values: Tensor, applied: Tensor) -> None:
     codes, scale = encode(values)
     # as integers: not every device selects among float8 or uint16
@@ -136,13 +145,14 @@ def _apply(w: Tensor, row: Tensor, step: Tensor, applied: Tensor, s: StepScalars
     col = torch.arange(cols.start, cols.stop, device=w.device)
     if s.decay == 1.0:
         place = row[None]
-        new = w.gather(0, place).float() - step
-        w.scatter_(0, place, write_back(new, w.dtype, s, lambda: hash_at(s.key, place + first_row, col)))
+        old = w.gather(0, place)
+        new = write_back(old.float() - step, w.dtype, s, lambda: hash_at(s.key, place + first_row, col))
+        w.scatter_(0, place, torch.where(applied, new, old))
         return
-    new = w.float() * torch.where(applied, s.decay, 1.0)
+    new = w.float() * s.decay
     new.scatter_(0, row[None], new.gather(0, row[None]) - step)
     rows = torch.arange(first_row, first_row + w.shape[0], device=w.device)[:, None]
-    w.copy_(write_back(new, w.dtype, s, lambda: hash_at(s.key, rows, col)))
+    w.copy_(torch.where(applied, write_back(new, w.dtype, s, lambda: hash_at(s.key, rows, col)), w))
 
 
 def _tiles(b: int, m: int, n: int) -> Iterator[tuple[int, slice, slice]]:

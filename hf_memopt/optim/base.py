@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..codecs.base import Codec, all_specs, zeros
 from ..param_groups import TREATMENTS, Treatment, decide, unsupported_dtype
-from .backward import BackwardUpdates
+from .backward import BackwardUpdates, release
 from .checks import refuse_shared_memory
 from .report import GroupRow, MemoryReport, storage_bytes
 
@@ -59,6 +59,24 @@ class CodecOptimizer(torch.optim.Optimizer):
     def _hook_up(self) -> None:
         if self._backward is not None:
             self._backward.attach()
+            return
+        lost = release(p for _, _, p in self.named_params())
+        if lost:
+            logger.warning(
+                "%s with update_in_backward=True still held parameters that are now %s's: it can no longer step.",
+                ", ".join(lost),
+                type(self).__name__,
+            )
+
+    def hold_updates(self) -> None:
+        """With ``update_in_backward``: backward leaves gradients alone until ``resume_updates``."""
+        if self._backward is not None:
+            self._backward.detach()
+
+    def resume_updates(self) -> None:
+        """With ``update_in_backward``: backward updates again, as it does from the beginning."""
+        if self._backward is not None:
+            self._backward.resume()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -77,7 +95,10 @@ class CodecOptimizer(torch.optim.Optimizer):
         for _, name, p in with_gradient:
             self._check_gradient(name, p)
         for group, name, p in with_gradient:
-            self._update(group, name, p)
+            if self._backward is None:
+                self._update(group, name, p)
+            else:
+                self._backward.update(p)
         self._in_step = False
         self._end_step()
         if self._backward is not None:
@@ -93,11 +114,6 @@ class CodecOptimizer(torch.optim.Optimizer):
     def _prepare_step(self) -> None: ...
 
     def _end_step(self) -> None: ...
-
-    def _update_one(self, group: dict, name: str, p: Tensor) -> None:
-        """Update a single parameter within a step, for the hooks."""
-        self._check_gradient(name, p)
-        self._update(group, name, p)
 
     def _update(self, group: dict, name: str, p: Tensor) -> None:
         raise NotImplementedError
@@ -214,7 +230,12 @@ class CodecOptimizer(torch.optim.Optimizer):
 
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             checked.extend(self._check_loadable(given))
-            return {**given, "state": {}}
+            # an option that the checkpoint does not know yet stays as it is here
+            groups = [
+                {**{key: value for key, value in own.items() if key != "params"}, **saved}
+                for own, saved in zip(self.param_groups, given["param_groups"], strict=True)
+            ]
+            return {**given, "state": {}, "param_groups": groups}
 
         def fill(_: torch.optim.Optimizer) -> None:
             self.state = defaultdict(dict)
@@ -278,7 +299,7 @@ class CodecOptimizer(torch.optim.Optimizer):
             state = state_dict["state"].get(pid)
             # a checkpoint's options win, as in torch, so its state is checked by them
             saved = {**group, "treatment": "auto", **{key: saved_group[key] for key in saved_group if key in group}}
-            if self.treatment_of(saved, p) != self.treatment_of(group, p):
+            if self.treatment_of(saved, p) != self.treatment_of(group, p) or saved.get("layout") != group.get("layout"):
                 raise self._other_moments(group, name, p)
             if state:
                 self._check_state(state, saved, name, p)

@@ -70,21 +70,13 @@ class Taco(TacoAdamW):
         dimension_scale: bool = False,
         **options: Any,
     ) -> None:
-        if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_KEPT:
-            raise ValueError(f"k must be a whole number from 0 to {MAX_KEPT}, got {k!r}.")
-        for name, value, below in (("decay", decay, 1.0), ("lr_scale", lr_scale, float("inf"))):
-            if not _is_number(value) or not 0.0 <= value < below:
-                raise ValueError(f"{name} must be a number of at least 0 and below {below:g}, got {value!r}.")
-        if not _is_number(consume) or not 0.0 <= consume <= 1.0:
-            raise ValueError(f"consume must be a number from 0 to 1, got {consume!r}.")
-        if not isinstance(dimension_scale, bool):
-            raise ValueError(f"dimension_scale must be True or False, got {dimension_scale!r}.")
-        own = {"k": k, "decay": float(decay), "consume": float(consume), "lr_scale": float(lr_scale)}
-        own |= {"dimension_scale": dimension_scale, "layout": "auto"}
+        own = {"k": k, "decay": decay, "consume": consume, "lr_scale": lr_scale, "dimension_scale": dimension_scale}
+        own["layout"] = "auto"
         super().__init__(params, lr, betas, eps, weight_decay, more_defaults=own, **options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        _check_rule(group)
         if group["layout"] not in ("auto", *LAYOUTS):
             raise ValueError(f"layout={group['layout']!r} is not known: choose auto, {', '.join(LAYOUTS)}.")
         if group["treatment"] == "auto" and any(decide(p.shape).name == "ternary" for p in group["params"]):
@@ -93,9 +85,13 @@ class Taco(TacoAdamW):
                 "hf_memopt.build_param_groups(model, one_sparse=True), or name the treatment of each group "
                 f"({', '.join(self.TREATMENTS)})."
             )
-        if group["treatment"] == "one_sparse":
-            for p in group["params"]:
-                as_columns(p, _layout(group, p))
+        if group["treatment"] == "one_sparse" or group["layout"] != "auto":
+            for i, p in enumerate(group["params"]):
+                try:
+                    as_columns(p, _layout(group, p))
+                except ValueError as error:
+                    name = group["param_names"][i] if group.get("param_names") else f"Parameter {i}"
+                    raise ValueError(f"{name} of the group: {error}") from None
 
     def codecs_of(self, group: dict, p: Tensor) -> dict[str, Codec]:
         if self.treatment_of(group, p) == "one_sparse":
@@ -108,6 +104,20 @@ class Taco(TacoAdamW):
         rule = one_sparse.OneSparse(*(group[key] for key in ("decay", "consume", "lr_scale", "dimension_scale")))
         layout = _layout(group, p)
         return one_sparse.one_sparse_(as_columns(p, layout), as_columns(p.grad, layout), state, scalars, rule)
+
+
+def _check_rule(group: dict[str, Any]) -> None:
+    """Raise ValueError for an option of the one-sparse step that is out of range."""
+    k, consume = group["k"], group["consume"]
+    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_KEPT:
+        raise ValueError(f"k must be a whole number from 0 to {MAX_KEPT}, got {k!r}.")
+    for name, below in (("decay", 1.0), ("lr_scale", float("inf"))):
+        if not _is_number(group[name]) or not 0.0 <= group[name] < below:
+            raise ValueError(f"{name} must be a number of at least 0 and below {below:g}, got {group[name]!r}.")
+    if not _is_number(consume) or not 0.0 <= consume <= 1.0:
+        raise ValueError(f"consume must be a number from 0 to 1, got {consume!r}.")
+    if not isinstance(group["dimension_scale"], bool):
+        raise ValueError(f"dimension_scale must be True or False, got {group['dimension_scale']!r}.")
 
 
 def _layout(group: dict, p: torch.Tensor) -> str:

@@ -96,6 +96,32 @@ def test_resume_is_bit_equal(tmp_path):
     assert_same(whole, resumed)
 
 
+def test_after_training_a_backward_is_a_backward(tmp_path):
+    t = trainer(tmp_path, **IN_BACKWARD, lr_scheduler_type="constant", save_strategy="no")
+    t.train()
+    before = [p.detach().clone() for p in t.model.parameters()]
+    batch = {key: value[None] for key, value in t.train_dataset[0].items()}
+    t.model(**batch).loss.backward()
+    assert all(p.grad is not None for p in t.model.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(t.model.parameters(), before, strict=True))
+    t.model.zero_grad()
+    t.train()  # and training goes on
+    assert not any(torch.equal(p, q) for p, q in zip(t.model.parameters(), before, strict=True))
+
+
+def test_an_optimizer_that_was_left_behind_is_ended(tmp_path, caplog):
+    model = tiny_llama()
+    left = TacoAdamW(model.named_parameters(), update_in_backward=True)
+    with caplog.at_level("WARNING", logger="hf_memopt"):
+        t = trainer(tmp_path, model=model, optim="adamw_torch", save_strategy="no")
+        t.train()
+    assert "TacoAdamW of an earlier training still updated parameters" in caplog.text
+    assert not left.state and min(history(t, "grad_norm")) > 0
+    alone = trainer(tmp_path, optim="adamw_torch", save_strategy="no")
+    alone.train()
+    assert history(t, "loss") == history(alone, "loss")
+
+
 def test_the_option_and_per_parameter_clipping(tmp_path):
     t = trainer(tmp_path, optim_args="update_in_backward=true,clip_per_parameter=0.01", **NO_CLIPPING)
     t.train()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt import Taco, build_param_groups, import_adamw_state
+from hf_memopt import Taco, TacoAdamW, build_param_groups, import_adamw_state
 from hf_memopt.codecs.one_sparse import OneSparseHistory, as_columns
 from hf_memopt.kernels.one_sparse import largest
 from tests.cases import parameter, randn
@@ -281,7 +281,73 @@ def test_adamw_state_becomes_the_history():
     train(optimizer, range(2, 3))
 
 
-def test_deepcopy_and_pickle():
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_skipped_step_changes_no_bit(weight_decay):
+    p = nn.Parameter(torch.full((80, 80), -0.0, dtype=torch.float16))
+    optimizer = one_sparse(p, weight_decay=weight_decay)
+    p.grad = torch.full_like(p, float("nan"))
+    before = p.detach().clone()
+    optimizer.step()
+    assert same_bits(p, before)
+
+
+def test_options_of_groups_are_checked():
+    p = parameter(80, 90)
+    for wrong, sentence in (
+        ({"k": -1}, "k must be"),
+        ({"k": "abc"}, "k must be"),
+        ({"lr_scale": -1.0}, "lr_scale must be"),
+        ({"consume": 2.0}, "consume must be"),
+        ({"decay": 1.5}, "decay must be"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Taco([{"params": [p], "treatment": "one_sparse", **wrong}])
+    with pytest.raises(ValueError, match="w of the group: layout='stack' needs 3 dimensions"):
+        Taco([{"params": [("w", p)], "treatment": "ternary", "layout": "stack"}])
+
+
+def test_a_checkpoint_that_does_not_know_an_option_keeps_ours():
+    p = parameter(80, 90)
+    optimizer = one_sparse(p, k=5, decay=0.8)
+    train(optimizer, range(2))
+    saved = optimizer.state_dict()
+    for key in ("decay", "consume", "dimension_scale"):
+        saved["param_groups"][0].pop(key)
+    resumed = one_sparse(parameter(80, 90), k=5, decay=0.7)
+    resumed.load_state_dict(saved)
+    assert (resumed.param_groups[0]["decay"], resumed.param_groups[0]["consume"]) == (0.7, 1.0)
+    train(resumed, range(2, 3))
+
+
+def test_states_of_the_two_optimizers_are_not_mixed_up():
+    p = parameter(80, 90)
+    plain = TacoAdamW([p])
+    train(plain, range(1))
+    with pytest.raises(ValueError, match="holds the state of TacoAdamW, not Taco's: resume with the optim="):
+        one_sparse(p).load_state_dict(plain.state_dict())
+    square = parameter(80, 80)
+    optimizer = one_sparse(square)
+    train(optimizer, range(1))
+    other = Taco([{"params": [square], "treatment": "one_sparse", "layout": "transposed"}])
+    with pytest.raises(ValueError, match="keeps other moments"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_head_that_peft_wraps_is_a_head():
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=160, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
+    )
+    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    for options, expected in (({"one_sparse": True}, "ternary"), ({"dense_embeddings": True}, "dense")):
+        groups = build_param_groups(model, **options)
+        (head,) = {g["treatment"] for g in groups for n in g["param_names"] if "lm_head" in n}
+        assert head == expected
+
+
+def test_deepcopy():
     p = parameter(80, 90)
     optimizer = one_sparse(p, k=5)
     train(optimizer, range(2))

@@ -25,7 +25,7 @@ SHAPES = {"square": (4096, 4096), "long row": (1, 4_000_000), "long column": (30
 MEASURE = """
 import json, re, sys
 import torch
-from hf_memopt import TacoAdamW
+from hf_memopt import Taco, TacoAdamW
 
 torch.set_num_threads(1)
 
@@ -45,8 +45,31 @@ def temporaries(shape, dtype, statistics):
     optimizer.step()
     return resident("VmHWM") - before - optimizer.memory_report().state_bytes
 
+def one_sparse(shape, dtype, layout):
+    p = torch.nn.Parameter(torch.ones(shape, dtype=getattr(torch, dtype)))
+    p.grad = torch.ones_like(p)
+    optimizer = Taco([{"params": [p], "treatment": "one_sparse", "layout": layout}])
+    before = resident("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    optimizer.step()
+    return resident("VmHWM") - before - optimizer.memory_report().state_bytes
+
+def norm_in_backward(shape, dtype):
+    p = torch.nn.Parameter(torch.ones(shape, dtype=getattr(torch, dtype)))
+    optimizer = TacoAdamW([p], update_in_backward=True, clip_per_parameter=1.0)
+    p.grad = torch.ones_like(p)
+    before = resident("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    optimizer.step()
+    return resident("VmHWM") - before - optimizer.memory_report().state_bytes
+
+one_sparse((512, 512), "float32", "matrix"), norm_in_backward((64, 64), "bfloat16")
 temporaries((64, 64), "float32", True), temporaries((64,), "float32", True)  # what the first call of everything costs
-print(json.dumps([temporaries(*case) for case in json.loads(sys.argv[2])]))
+found = [temporaries(*case) for case in json.loads(sys.argv[2])]
+for layout in ("matrix", "transposed"):
+    found += [one_sparse((4096, 6144), dtype, layout) for dtype in ("float32", "bfloat16")]
+found += [norm_in_backward((4096, 12288), "bfloat16")]
+print(json.dumps(found))
 """
 
 
@@ -66,7 +89,9 @@ def test_peak_of_the_process(kernel):
         "MALLOC_MMAP_THRESHOLD_": "65536",
     }  # freed blocks go back at once and serve no later case unseen
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=at_once)
-    peaks = dict(zip(map(str, cases), json.loads(done.stdout), strict=True))
+    more = [f"taco {layout} {dtype}" for layout in ("matrix", "transposed") for dtype in ("float32", "bfloat16")]
+    names = [*map(str, cases), *more, "norm of a 16-bit gradient in backward"]
+    peaks = dict(zip(names, json.loads(done.stdout), strict=True))
     assert all(peak < LIMIT for peak in peaks.values()), peaks
 
 

@@ -217,6 +217,64 @@ def test_a_later_optimizer_takes_over(caplog):
         first.step()
 
 
+def test_an_ordinary_optimizer_of_the_package_takes_over_too(caplog):
+    model, first = make(update_in_backward=True)
+    train(model, first, range(1))
+    with caplog.at_level(logging.WARNING, logger="hf_memopt"):
+        second = TacoAdamW([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+    assert "it can no longer step" in caplog.text
+    model(ids(0)).backward()
+    assert model.embed.weight.grad is not None
+    second.step()
+    with pytest.raises(RuntimeError, match="has taken over"):
+        first.step()
+
+
+def test_updates_can_be_held():
+    model, optimizer = make(update_in_backward=True)
+    train(model, optimizer, range(1))
+    before = model.embed.weight.detach().clone()
+    optimizer.hold_updates()
+    model(ids(0)).backward()
+    assert model.embed.weight.grad is not None and torch.equal(model.embed.weight, before)
+    optimizer.zero_grad()
+    optimizer.resume_updates()
+    train(model, optimizer, range(1))
+    assert not torch.equal(model.embed.weight, before)
+
+
+def test_what_is_unfrozen_later_is_clipped_and_counted():
+    runs = []
+    for late in (False, True):
+        model, optimizer = make(update_in_backward=True, clip_per_parameter=1e-3)
+        if late:
+            optimizer.hold_updates()  # no hook saw these gradients
+        model(ids(0)).backward()
+        optimizer.step()
+        runs.append((model, optimizer, optimizer.grad_norm))
+    assert_same(runs[0][:2], runs[1][:2])
+    assert runs[0][2] == pytest.approx(runs[1][2], rel=1e-6)
+
+
+def test_sparse_gradients_are_refused_by_name():
+    embedding = nn.Embedding(100, 80, sparse=True)
+    optimizer = TacoAdamW([("embed", embedding.weight)], update_in_backward=True)
+    with pytest.raises(ValueError, match="that of embed is sparse: build the embedding with sparse=False"):
+        embedding(torch.tensor([3])).sum().backward()
+    assert not optimizer.state
+
+
+def test_a_norm_beyond_fp32_skips_instead_of_zeroing():
+    p = nn.Parameter(torch.ones(80, 80))
+    optimizer = TacoAdamW([p], update_in_backward=True, clip_per_parameter=1.0)
+    (p * 1e17).sum().backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    (p * 1.7e19).sum().backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 1 and optimizer.grad_norm == float("inf")
+
+
 def test_a_dropped_optimizer_leaves_nothing_behind():
     model, optimizer = make(update_in_backward=True)
     del optimizer
