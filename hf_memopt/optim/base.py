@@ -1,10 +1,7 @@
-"""What every optimizer of the package shares: lazy state, names, checked loading, the report.
+"""What every optimizer of the package shares: the step, lazy state, names, the report. Loading is in ``loading.py``.
 
-Three facts of the field shape it.
+Two facts of the field shape it.
 
-- ``torch.optim.Optimizer.load_state_dict`` casts every state tensor except ``step`` to the parameter's dtype: codes
-  would become floats, fp32 factors bf16. Loading is therefore done here, buffer by buffer, against what the codecs
-  declare; what does not fit is refused in one sentence before anything is changed.
 - accelerate and FSDP2 replace the tensors in the groups between construction and the first step: state is created in
   ``step`` and names are kept by position.
 - State is plain tensors and numbers, so ``torch.load(weights_only=True)`` reads it.
@@ -13,8 +10,7 @@ Three facts of the field shape it.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from typing import Any
 
@@ -25,14 +21,13 @@ from ..codecs.base import Codec, all_specs, zeros
 from ..param_groups import TREATMENTS, Treatment, decide, unsupported_dtype
 from .backward import BackwardUpdates, release
 from .checks import refuse_shared_memory
+from .loading import CheckedLoading, name_in_group
 from .report import GroupRow, MemoryReport, storage_bytes
-
-FORMAT_VERSION = 1
 
 logger = logging.getLogger("hf_memopt")
 
 
-class CodecOptimizer(torch.optim.Optimizer):
+class CodecOptimizer(CheckedLoading):
     """Base of the package's optimizers.
 
     A subclass gives ``CODECS`` (treatment -> moment -> codec) and ``_update``, which updates one parameter from its
@@ -161,7 +156,7 @@ class CodecOptimizer(torch.optim.Optimizer):
         if treatment not in ("auto", *self.TREATMENTS):
             raise ValueError(f"treatment={treatment!r} is not known: choose auto, {' or '.join(self.TREATMENTS)}.")
         for i, p in enumerate(group["params"]):
-            name = _name_in_group(group, i) or f"number {i} of its group"
+            name = name_in_group(group, i) or f"number {i} of its group"
             if unsupported_dtype(p):
                 raise ValueError(
                     f"{me} takes float32, bfloat16 and float16 parameters, but {name} is {p.dtype}: "
@@ -188,7 +183,7 @@ class CodecOptimizer(torch.optim.Optimizer):
         number = 0
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
-                yield group, _name_in_group(group, i) or str(number), p
+                yield group, name_in_group(group, i) or str(number), p
                 number += 1
 
     def decision(self, group: dict, p: Tensor) -> Treatment:
@@ -213,154 +208,6 @@ class CodecOptimizer(torch.optim.Optimizer):
             state["skipped"] = 0
             state.update(zeros(self.codecs_of(group, p), p.shape, p.device))
         return state
-
-    # -- saving and loading -----------------------------------------------------------------------
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` gave: every buffer keeps its own dtype and is moved to its parameter's device.
-
-        Raises:
-            ValueError: the state is of another format, model or optimizer; nothing has been changed then.
-        """
-        if not isinstance(state_dict, Mapping):
-            raise ValueError(
-                f"This is not the state_dict() of an optimizer: a dict is needed, got {type(state_dict).__name__}."
-            )
-        checked: list[tuple[Tensor, dict]] = []
-
-        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            checked.extend(self._check_loadable(given))
-            # an option that the checkpoint does not know yet stays as it is here
-            groups = [
-                {**{key: value for key, value in own.items() if key != "params"}, **saved}
-                for own, saved in zip(self.param_groups, given["param_groups"], strict=True)
-            ]
-            return {**given, "state": {}, "param_groups": groups}
-
-        def fill(_: torch.optim.Optimizer) -> None:
-            self.state = defaultdict(dict)
-            for p, state in checked:
-                self.state[p] = {
-                    key: value.to("cpu" if key == "step" else p.device, copy=True) if torch.is_tensor(value) else value
-                    for key, value in state.items()
-                }
-
-        # the last hook before torch loads and the first one after: other hooks see what they would see of any optimizer
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(fill, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _check_loadable(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict]]:
-        me = type(self).__name__
-        saved_groups = state_dict.get("param_groups")
-        if not saved_groups or not isinstance(state_dict.get("state"), Mapping):
-            raise ValueError("This is not the state_dict() of an optimizer: it lacks 'state' or 'param_groups'.")
-        if not isinstance(saved_groups, (list, tuple)) or not all(
-            isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in saved_groups
-        ):
-            raise ValueError("This is not the state_dict() of an optimizer: 'param_groups' is no list of groups.")
-        sizes = [len(g["params"]) for g in saved_groups]
-        own_sizes = [len(g["params"]) for g in self.param_groups]
-        versions = {g.get("format_version") for g in saved_groups}
-        if versions == {None}:
-            raise ValueError(
-                f"This checkpoint holds the state of another optimizer, not {me}'s: resume with the optimizer that "
-                "wrote it, remove optimizer.pt to start with fresh moments, or bring plain AdamW's moments over with "
-                "hf_memopt.import_adamw_state(optimizer, state_dict, model)."
-            )
-        if versions != {FORMAT_VERSION}:
-            raise ValueError(
-                f"This checkpoint's optimizer state has format version {sorted(map(str, versions))}, this hf_memopt "
-                f"reads version {FORMAT_VERSION}: install the version of hf_memopt that wrote it."
-            )
-        writer = saved_groups[0].get("optimizer", "TacoAdamW")
-        if writer != self.NAME:
-            raise ValueError(
-                f"This checkpoint holds the state of {writer}, not {self.NAME}'s: resume with the optim= that wrote "
-                "it, or remove optimizer.pt to start with fresh state."
-            )
-        if sizes != own_sizes:
-            raise ValueError(self._other_groups(saved_groups, sizes, own_sizes))
-        found = []
-        saved_flat = [(g, i, pid) for g in saved_groups for i, pid in enumerate(g["params"])]
-        for (group, name, p), (saved_group, i, pid) in zip(self.named_params(), saved_flat, strict=True):
-            saved_name = _name_in_group(saved_group, i)
-            if saved_name and _name_in_group(group, 0) and saved_name != name:
-                raise ValueError(
-                    "This checkpoint's optimizer state is of another model: "
-                    f"it has {saved_name!r} where this one has {name!r}."
-                )
-            state = state_dict["state"].get(pid)
-            # a checkpoint's options win, as in torch, so its state is checked by them
-            saved = {**group, "treatment": "auto", **{key: saved_group[key] for key in saved_group if key in group}}
-            if self.treatment_of(saved, p) != self.treatment_of(group, p) or saved.get("layout") != group.get("layout"):
-                raise self._other_moments(group, name, p)
-            if state:
-                self._check_state(state, saved, name, p)
-                found.append((p, state))
-        self._tell_kept_options(saved_groups)
-        return found
-
-    def _tell_kept_options(self, saved_groups: list[dict]) -> None:
-        """As in torch a checkpoint's options win over those given; for ours it is said."""
-        kept = {
-            f"{key}={saved[key]}": f"{key}={own[key]}"
-            for saved, own in zip(saved_groups, self.param_groups, strict=True)
-            for key in self.SAVED_OPTIONS
-            if key in saved and saved[key] != own[key]
-        }
-        if kept:
-            logger.warning(
-                "The checkpoint was written with %s, which is kept so that the run goes on as it began; %s is ignored.",
-                ", ".join(kept),
-                ", ".join(dict.fromkeys(kept.values())),
-            )
-
-    def _check_state(self, state: dict, group: dict, name: str, p: Tensor) -> None:
-        specs = all_specs(self.codecs_of(group, p), p.shape)
-        expected = {key: _describe(spec.shape, spec.dtype) for key, spec in specs.items()}
-        expected["step"] = _describe((), torch.float32)
-        if not isinstance(state, Mapping) or state.keys() != {*expected, "skipped"}:
-            raise self._other_moments(group, name, p)
-        given = {key: _describe(v.shape, v.dtype) if torch.is_tensor(v) else repr(v) for key, v in state.items()}
-        wrong = next((key for key in expected if given[key] != expected[key]), None)
-        if wrong is not None:
-            raise ValueError(
-                f"This checkpoint's optimizer state is of another model: {wrong!r} of {name!r} is {given[wrong]} "
-                f"where {expected[wrong]} is needed."
-            )
-
-    def _other_groups(self, saved_groups: list[dict], sizes: list[int], own_sizes: list[int]) -> str:
-        """Why the groups differ, as far as the names tell."""
-        groups = f"it has parameter groups of {sizes} tensors, {type(self).__name__} has {own_sizes}"
-        saved_names = {name for g in saved_groups for name in g.get("param_names") or ()}
-        own_names = {name for g in self.param_groups for name in g.get("param_names") or ()}
-        if not saved_names or not own_names:
-            return f"This checkpoint's optimizer state is of another model or grouping: {groups}."
-        if saved_names == own_names:
-            return (
-                f"This checkpoint groups the same parameters otherwise ({groups}): "
-                "set the same optim_args, optim_target_modules and weight_decay as in the run that wrote it."
-            )
-        difference = [f"{n!r} is only in the checkpoint" for n in sorted(saved_names - own_names)[:2]]
-        difference += [f"{n!r} is only in this optimizer" for n in sorted(own_names - saved_names)[:2]]
-        return (
-            "This checkpoint's optimizer state is of another model, or other parameters are frozen: "
-            f"{', '.join(difference)}."
-        )
-
-    def _other_moments(self, group: dict, name: str, p: Tensor) -> ValueError:
-        return ValueError(
-            f"This checkpoint keeps other moments for {name!r} than this optimizer, which treats it as "
-            f"{self.treatment_of(group, p)}: "
-            "set the same optim_args and optim_target_modules as in the run that wrote it."
-        )
 
     # -- reporting --------------------------------------------------------------------------------
 
@@ -395,12 +242,3 @@ class CodecOptimizer(torch.optim.Optimizer):
     def skipped_steps(self) -> int:
         """How often a parameter was left alone for a gradient that was not finite, over all parameters and steps."""
         return sum(state.get("skipped", 0) for state in self.state.values())
-
-
-def _name_in_group(group: dict, i: int) -> str | None:
-    names = group.get("param_names")
-    return names[i] if names else None
-
-
-def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -42,7 +42,8 @@ from ..kernels import reference
 from ..kernels.folded import Folded, as_matrix
 from ..kernels.scalars import StepScalars, parameter_key
 from .answers import Answers
-from .base import FORMAT_VERSION, CodecOptimizer
+from .base import CodecOptimizer
+from .loading import FORMAT_VERSION
 from .statistics import CodeStatistics
 
 
