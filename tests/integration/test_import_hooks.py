@@ -95,6 +95,6 @@ def test_without_transformers_the_optimizer_still_works():
         "import hf_memopt, torch\n"
         "p = torch.nn.Parameter(torch.ones(64, 64)); p.grad = torch.ones(64, 64)\n"
         "hf_memopt.TacoAdamW([p], lr=0.1).step()\n"
-        "print(p.mean().item() < 1, hf_memopt.list_optimizers()[0].name, hf_memopt.last_complete_checkpoint('.'))\n"
+        "print(p.mean().item() < 1, len(hf_memopt.list_optimizers()) >= 4, hf_memopt.last_complete_checkpoint('.'))\n"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["True", "taco_adamw", "None"]
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["True", "True", "None"]
