@@ -87,9 +87,12 @@ class MemoptCallback(TrainerCallback, ExportableState):
     def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
         # the Trainer finds no gradients after an update in backward and logs a norm of 0, or none
         ours = package_optimizer(optimizer)
-        if ours is not None and ours.grad_norm is not None and logs is not None and "loss" in logs:
-            logs["grad_norm"] = ours.grad_norm
-            state.log_history[-1]["grad_norm"] = ours.grad_norm  # filled from a copy of the logs before this is called
+        if ours is None or logs is None or "loss" not in logs:
+            return
+        norm = ours.grad_norm
+        if norm is not None:
+            logs["grad_norm"] = norm
+            state.log_history[-1]["grad_norm"] = norm  # filled from a copy of the logs before this is called
 
     def on_train_end(self, args, state, control, optimizer=None, **kwargs):
         self._marking = False

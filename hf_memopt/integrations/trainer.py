@@ -70,12 +70,11 @@ def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[t
         NotImplementedError: The run asks for something that the optimizers do not support yet; the sentence says what
             to do instead.
     """
-    spec = get_optimizer(name)
     refuse_unsupported(name, args)
-    options = parse_options(spec.options, getattr(args, "optim_args", None), strategy=name, preset=spec.preset)
+    options = _options(name, args)
     if options.update_in_backward:
         refuse_in_backward(f"optim={name!r}", args)
-    return spec.load_builder()(
+    return get_optimizer(name).load_builder()(
         model,
         options,
         lr=args.learning_rate,
@@ -117,12 +116,16 @@ def refuse_unsupported(name: str, args: Any) -> None:
 def updates_in_backward(name: str, args: Any) -> bool:
     """Whether ``optim=name`` with these arguments would update during backward; False where options are wrong, which
     is said when the optimizer is made."""
-    spec = get_optimizer(name)
     try:
-        options = parse_options(spec.options, getattr(args, "optim_args", None), strategy=name, preset=spec.preset)
+        return _options(name, args).update_in_backward
     except ValueError:
         return False
-    return options.update_in_backward
+
+
+def _options(name: str, args: Any) -> Any:
+    """The options of ``optim=name`` in ``args``. Raises ValueError for a wrong name or wrong options."""
+    spec = get_optimizer(name)
+    return parse_options(spec.options, getattr(args, "optim_args", None), strategy=name, preset=spec.preset)
 
 
 def refuse_in_backward(who: str, args: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import build, reference, trits
-from .scalars import StepScalars
+from .scalars import NUMBERS, StepScalars
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_MEMORY, _DONE = -1, 1
@@ -27,21 +27,7 @@ class _Scalars(ctypes.Structure):
     """``StepScalars`` of the C code, in its order."""
 
     _fields_ = [
-        *[
-            (name, ctypes.c_float)
-            for name in (
-                "beta1",
-                "one_minus_beta1",
-                "beta2",
-                "one_minus_beta2",
-                "inv_bias1",
-                "inv_bias2",
-                "carry",
-                "decay",
-                "lr",
-                "eps",
-            )
-        ],
+        *((name, ctypes.c_float) for name in NUMBERS),
         ("key", ctypes.c_uint32),
         ("first", ctypes.c_int32),
         ("stochastic", ctypes.c_int32),

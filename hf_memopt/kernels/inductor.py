@@ -17,43 +17,17 @@ compilations than it allows (``fullgraph``).
 
 from __future__ import annotations
 
+from collections import namedtuple
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import reference, trits
-from .scalars import StepScalars
+from .scalars import NUMBERS, StepScalars
 
-_NUMBERS = (
-    "beta1",
-    "one_minus_beta1",
-    "beta2",
-    "one_minus_beta2",
-    "inv_bias1",
-    "inv_bias2",
-    "carry",
-    "decay",
-    "lr",
-    "eps",
-)
-
-
-class _Scalars(NamedTuple):
-    """The scalars that a compiled function uses: the numbers as tensors without dimensions."""
-
-    beta1: Tensor
-    one_minus_beta1: Tensor
-    beta2: Tensor
-    one_minus_beta2: Tensor
-    inv_bias1: Tensor
-    inv_bias2: Tensor
-    carry: Tensor
-    decay: Tensor
-    lr: Tensor
-    eps: Tensor
-    stochastic: bool
+# what a compiled function uses: the numbers as tensors without dimensions, and how to round
+_Scalars = namedtuple("_Scalars", (*NUMBERS, "stochastic"))
 
 
 @cache
@@ -209,7 +183,7 @@ def _call(function, inputs: tuple[Tensor, ...], *others):
 
 
 def _numbers(s: StepScalars) -> list[float]:
-    return [getattr(s, name) for name in _NUMBERS]
+    return [getattr(s, name) for name in NUMBERS]
 
 
 def _gradient(grad: Tensor, rows: slice, cols: slice, s: StepScalars, dtype: torch.dtype) -> Tensor:

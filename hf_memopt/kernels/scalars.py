@@ -23,6 +23,20 @@ MAX_GRADIENT = 1.8e19  # the largest |g| whose square is a finite single-precisi
 TINY = 1e-30  # keeps the factors of the second moment positive
 SMALLEST_EPS = 1e-15  # sqrt(TINY): with eps = 0 a weight that has had no gradient stays, where 0 / 0 would make it NaN
 
+NUMBERS = (
+    "beta1",
+    "one_minus_beta1",
+    "beta2",
+    "one_minus_beta2",
+    "inv_bias1",
+    "inv_bias2",
+    "carry",
+    "decay",
+    "lr",
+    "eps",
+)
+"""The single-precision fields of ``StepScalars``, in the order in which the C code has them."""
+
 _CARRY_TERM_RELATIVE_SIZE = 1e-17  # far below the rounding to single precision
 
 

@@ -59,23 +59,16 @@ class BackwardUpdates:
     def attach(self) -> None:
         """Hook every trainable parameter of the optimizer that is not hooked yet."""
         optimizer = self._optimizer()
-        taken = 0
-        for _, _, p in optimizer.named_params():
-            owner, handle = _owners.get(p, (None, None))
-            previous = owner() if owner is not None else None
-            if previous is self or not p.requires_grad:
-                continue
-            if handle is not None:
-                handle.remove()
-            if previous is not None and previous._optimizer() not in (None, optimizer):
-                previous._lost = type(optimizer).__name__
-                taken += 1
-            _owners[p] = (weakref.ref(self), p.register_post_accumulate_grad_hook(_hook(weakref.ref(self))))
-        if taken:
+        trainable = [p for _, _, p in optimizer.named_params() if p.requires_grad]
+        lost = release(trainable, keep=optimizer)
+        for p in trainable:
+            if p not in _owners:
+                _owners[p] = (weakref.ref(self), p.register_post_accumulate_grad_hook(_hook(weakref.ref(self))))
+        if lost:
             logger.warning(
-                "%d parameters were updated in backward by an earlier optimizer of this process; the new %s takes "
-                "them over, and the earlier one can no longer step.",
-                taken,
+                "%s updated parameters of this %s in backward; the new optimizer takes them over, and the earlier one "
+                "can no longer step.",
+                ", ".join(lost),
                 type(optimizer).__name__,
             )
 
@@ -172,7 +165,7 @@ def release(parameters: Iterable[Tensor], keep: CodecOptimizer | None = None) ->
         owner, handle = _owners.get(p, (None, None))
         if owner is None:
             continue
-        updates = owner()
+        updates = owner()  # gone with its optimizer, or when that has been loaded or copied into
         optimizer = updates._optimizer() if updates is not None else None
         if keep is not None and optimizer is keep:
             continue

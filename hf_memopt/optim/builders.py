@@ -18,41 +18,15 @@ from .taco_adamw import TacoAdamW
 
 
 def taco_adamw(
-    model: nn.Module | None,
-    options: TacoAdamWOptions,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    no_decay: Collection[str] = (),
-    target_modules: str | Iterable[str] | None = None,
+    model: nn.Module | None, options: TacoAdamWOptions, **training: Any
 ) -> tuple[type[TacoAdamW], dict[str, Any]]:
-    """Class and keyword arguments of ``TacoAdamW``; ``params`` is among them when ``model`` is given.
-
-    Args:
-        model: Its trainable parameters are grouped by weight decay and treatment. None leaves the grouping to the
-            caller.
-        no_decay: Names of the parameters without weight decay.
-        target_modules: Which matrices are ternary, as ``TrainingArguments.optim_target_modules``; None means all.
-
-    Raises:
-        ValueError: An option needs the model and there is none, or ``target_modules`` matches nothing.
-    """
-    return TacoAdamW, _common(
-        model,
-        options,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        no_decay=no_decay,
-        target_modules=target_modules,
-    )
+    """Class and keyword arguments of ``TacoAdamW``; ``params`` is among them when ``model`` is given. ``training`` and
+    errors are those of ``_common``."""
+    return TacoAdamW, _common(model, options, **training)
 
 
 def taco(model: nn.Module | None, options: TacoOptions, **training: Any) -> tuple[type[Taco], dict[str, Any]]:
-    """Class and keyword arguments of ``Taco``; arguments and errors as ``taco_adamw``.
+    """Class and keyword arguments of ``Taco``, as ``taco_adamw``.
 
     Without a model nobody can tell an embedding from a linear layer, so there must be one.
     """
@@ -76,7 +50,17 @@ def _common(
     target_modules: str | Iterable[str] | None = None,
     one_sparse: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``TacoAdamW`` and its subclass."""
+    """Keyword arguments of ``TacoAdamW`` and its subclass.
+
+    Args:
+        model: Its trainable parameters are grouped by weight decay and treatment. None leaves the grouping to the
+            caller.
+        no_decay: Names of the parameters without weight decay.
+        target_modules: Which matrices are ternary, as ``TrainingArguments.optim_target_modules``; None means all.
+
+    Raises:
+        ValueError: An option needs the model and there is none, or ``target_modules`` matches nothing.
+    """
     kwargs: dict[str, Any] = {
         "lr": lr,
         "betas": betas,
