@@ -14,20 +14,25 @@ from .integrations.verbosity import configure_logging
 from .registry import OptimizerSpec, get_optimizer, list_optimizers
 
 if TYPE_CHECKING:
+    from .codecs.projected import Projection
     from .integrations.callbacks import MemoptCallback, MemoryReportCallback
     from .integrations.checkpoints import last_complete_checkpoint
     from .integrations.trainer import optimizer_cls_and_kwargs
-    from .optim import Taco, TacoAdamW, import_adamw_state
+    from .optim import GaLoreAdamW, Taco, TacoAdamW, import_adamw_state
     from .optim.report import MemoryReport
-    from .options import TacoAdamWOptions, TacoOptions, parse_options
+    from .options import GaLoreOptions, GaLoreTacoOptions, TacoAdamWOptions, TacoOptions, parse_options
     from .param_groups import build_param_groups
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "GaLoreAdamW": ".optim",
+    "GaLoreOptions": ".options",
+    "GaLoreTacoOptions": ".options",
     "MemoptCallback": ".integrations.callbacks",
     "MemoryReport": ".optim.report",
     "MemoryReportCallback": ".integrations.callbacks",
+    "Projection": ".codecs.projected",
     "Taco": ".optim",
     "TacoAdamW": ".optim",
     "TacoAdamWOptions": ".options",
@@ -40,10 +45,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "GaLoreAdamW",
+    "GaLoreOptions",
+    "GaLoreTacoOptions",
     "MemoptCallback",
     "MemoryReport",
     "MemoryReportCallback",
     "OptimizerSpec",
+    "Projection",
     "Taco",
     "TacoAdamW",
     "TacoAdamWOptions",

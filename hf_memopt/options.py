@@ -28,12 +28,11 @@ FALSE = ("false", "0", "no")
 
 
 @dataclass(frozen=True)
-class TacoAdamWOptions:
-    """Options of ``optim="taco_adamw"``, given as ``optim_args="seed=7,dense_embeddings=true"``.
+class CommonOptions:
+    """What every optimizer of the package takes in ``optim_args``, as in ``optim_args="seed=7,kernel=reference"``.
 
     Args:
-        seed: Key of the counter hash that rounds the second moment and the 16-bit weights. At least 0.
-        dense_embeddings: Keep fp32 moments for embeddings and the output head instead of ternary ones.
+        seed: Key of the counter hash behind every random number. At least 0.
         stochastic_rounding: Round bf16 and fp16 weights stochastically on write-back. Without it, updates below half a
             unit in the last place are lost.
         kernel: Which implementation of the step runs. ``auto`` takes the fastest that works on the parameter's device.
@@ -42,28 +41,42 @@ class TacoAdamWOptions:
         clip_per_parameter: With ``update_in_backward``, the largest L2 norm of each parameter's gradient.
     """
 
-    strategy: ClassVar[str] = "taco_adamw"
+    strategy: ClassVar[str] = ""
 
     seed: int = 0
-    dense_embeddings: bool = False
     stochastic_rounding: bool = True
     kernel: Literal["auto", "reference", "compiled", "triton", "inductor"] = "auto"
     update_in_backward: bool = False
     clip_per_parameter: float | None = None
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"{self.strategy}: option 'seed' must be 0 or more, got {self.seed}.")
-        if self.clip_per_parameter is not None:
-            if self.clip_per_parameter <= 0:
-                raise ValueError(
-                    f"{self.strategy}: option 'clip_per_parameter' must be above 0, got {self.clip_per_parameter}."
-                )
+        self._require("seed", self.seed >= 0, "0 or more")
+        clip = self.clip_per_parameter
+        if clip is not None:
+            self._require("clip_per_parameter", clip > 0, "above 0")
             if not self.update_in_backward:
                 raise ValueError(
                     f"{self.strategy}: option 'clip_per_parameter' needs update_in_backward=true; without it set "
                     "max_grad_norm, which clips the norm of all gradients together."
                 )
+
+    def _require(self, key: str, allowed: bool, says: str) -> None:
+        """Raise ValueError for the option ``key`` unless its value is allowed."""
+        if not allowed:
+            raise ValueError(f"{self.strategy}: option {key!r} must be {says}, got {getattr(self, key)}.")
+
+
+@dataclass(frozen=True)
+class TacoAdamWOptions(CommonOptions):
+    """Options of ``optim="taco_adamw"``: the common ones and this.
+
+    Args:
+        dense_embeddings: Keep fp32 moments for embeddings and the output head instead of ternary ones.
+    """
+
+    strategy: ClassVar[str] = "taco_adamw"
+
+    dense_embeddings: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,14 +102,72 @@ class TacoOptions(TacoAdamWOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, value, allowed, says in (
-            ("k", self.k, 0 <= self.k <= 1024, "from 0 to 1024"),
-            ("decay", self.decay, 0 <= self.decay < 1, "at least 0 and below 1"),
-            ("consume", self.consume, 0 <= self.consume <= 1, "from 0 to 1"),
-            ("lr_scale", self.lr_scale, self.lr_scale >= 0, "0 or more"),
-        ):
-            if not allowed:
-                raise ValueError(f"{self.strategy}: option {key!r} must be {says}, got {value}.")
+        self._require("k", 0 <= self.k <= 1024, "from 0 to 1024")
+        self._require("decay", 0 <= self.decay < 1, "at least 0 and below 1")
+        self._require("consume", 0 <= self.consume <= 1, "from 0 to 1")
+        self._require("lr_scale", self.lr_scale >= 0, "0 or more")
+
+
+@dataclass(frozen=True)
+class GaLoreOptions(CommonOptions):
+    """Options of ``optim="memopt_galore_adamw"``: the common ones and these. Those that transformers has for its own
+    GaLore have the same names.
+
+    Args:
+        rank: Dimension of the subspace, or a fraction of a matrix' smaller dimension (0.25).
+        update_proj_gap: Steps between two refreshes of a matrix' subspace.
+        scale: The projected matrices learn at learning_rate * scale.
+        proj_type: Which dimension is projected: ``std`` the smaller one, ``reverse_std`` the larger one, ``left`` the
+            rows, ``right`` the columns.
+        refresh: How a new subspace is found; ``projections/__init__.py``.
+        transport: What becomes of the moments on a refresh: ``moments`` turns them into the new subspace, ``none``
+            leaves their numbers as they are, which is what the paper does.
+        residual: What becomes of the gradient outside the subspace: ``none`` drops it, ``fira`` applies it scaled like
+            the rest, ``sign`` applies its sign.
+        residual_scale: The residual learns at learning_rate * residual_scale.
+        stagger: Refresh one matrix after another instead of all on one step.
+        adaptive: A matrix whose subspace has settled waits twice as long for its next refresh.
+        projector: How a projector is stored.
+        matmul: In which precision gradients are projected and updates projected back. ``auto`` is bfloat16 for 16-bit
+            gradients and on CPUs with instructions for it, else float32.
+    """
+
+    strategy: ClassVar[str] = "memopt_galore_adamw"
+
+    rank: int | float = 0.25
+    update_proj_gap: int = 200
+    scale: float = 1.0
+    proj_type: Literal["std", "reverse_std", "left", "right"] = "std"
+    refresh: Literal["subspace", "svd", "select", "random"] = "subspace"
+    transport: Literal["moments", "none"] = "moments"
+    residual: Literal["none", "fira", "sign"] = "none"
+    residual_scale: float = 1.0
+    stagger: bool = True
+    adaptive: bool = False
+    projector: Literal["int8", "float32"] = "int8"
+    matmul: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole = isinstance(self.rank, int)
+        self._require("rank", self.rank >= 1 if whole else 0 < self.rank <= 1, "1 or more, or a fraction up to 1.0")
+        self._require("update_proj_gap", self.update_proj_gap >= 1, "1 or more")
+        self._require("scale", self.scale > 0, "above 0")
+        self._require("residual_scale", self.residual_scale > 0, "above 0")
+
+
+@dataclass(frozen=True)
+class GaLoreTacoOptions(GaLoreOptions):
+    """Options of ``optim="galore_taco_adamw"``: those of ``memopt_galore_adamw`` and this.
+
+    Args:
+        dense_embeddings: Keep fp32 moments for embeddings and the output head instead of ternary ones.
+    """
+
+    strategy: ClassVar[str] = "galore_taco_adamw"
+
+    refresh: Literal["subspace", "svd", "select", "random"] = "select"
+    dense_embeddings: bool = False
 
 
 def parse_options(

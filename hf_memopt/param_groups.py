@@ -9,13 +9,15 @@ treatment   moments                                   which parameters
 ternary     codes in {-1, 0, +1}, 3.3 bits together   matrices of at least 4096 elements
 dense       fp32, 64 bits together                    vectors, small matrices, whatever the user excluded
 one_sparse  of each column the largest entries, FP8   ``taco`` only: linear layers, columns of at least 128
+projected   in a subspace, fp32 or ternary            GaLore only: linear layers, where that saves memory
 ==========  ========================================  ==================================
 
 ``build_param_groups`` adds what only the model knows: names, the Trainer's decay and no-decay sets, embeddings, and
 ``optim_target_modules``. That setting has one meaning here, the one transformers gives it elsewhere: a string is a
 regular expression that must match a module's whole name; a list holds parts of module names (any module whose name
 contains one of them); ``all-linear`` is every ``nn.Linear`` and GPT-2 style ``Conv1D``, the output head included.
-Ternary are then the matrices directly in matching modules; everything else keeps fp32 moments.
+Ternary are then the matrices directly in matching modules; everything else keeps fp32 moments. For GaLore it says what
+is projected; without it that is every linear layer but the output head.
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .codecs.base import all_specs
+from .codecs.dense import Dense
 from .codecs.one_sparse import as_columns
+from .codecs.projected import Projection
+from .codecs.ternary import TernaryFirstMoment, TernarySecondMoment
 
 MIN_TERNARY_ELEMENTS = 4096
 MIN_COLUMN = 128  # entries; of shorter columns sixteen FP8 values take more room than ternary codes of all
+MIN_PROJECTED = 32  # of a smaller dimension there is little to save, and the few directions all matter
 TREATMENTS = ("ternary", "dense")
 ALL_LINEAR = "all-linear"
 TRANSPOSED_EXPERTS = ("Llama4TextExperts",)  # (experts, in, out) without transformers' mark ``is_transposed``
@@ -53,6 +60,8 @@ def decide(
     dense_embeddings: bool = False,
     one_sparse: bool = False,
     column: int | None = None,
+    projection: Projection | None = None,
+    linear: bool = False,
 ) -> Treatment:
     """The treatment of a parameter of global ``shape``.
 
@@ -62,11 +71,18 @@ def decide(
         dense_embeddings: the option of that name.
         one_sparse: the strategy is ``taco``.
         column: how many entries one of its columns has (``codecs/one_sparse.py``), None where it is no linear layer's.
+        projection: the strategy is GaLore, with these options.
+        linear: for GaLore, it is a linear layer's or experts', so a matrix or a stack of matrices.
     """
     if len(shape) < 2:
         return Treatment("dense", "vector")
     if math.prod(shape) < MIN_TERNARY_ELEMENTS:
         return Treatment("dense", f"under {MIN_TERNARY_ELEMENTS} elements")
+    if projection is not None:
+        found = _decide_projected(torch.Size(shape), targeted, embedding, projection, linear)
+        if found.name == "ternary" and embedding and dense_embeddings:
+            return Treatment("dense", "dense_embeddings=true")
+        return found
     if not targeted:
         return Treatment("dense", "not in optim_target_modules")
     if embedding and dense_embeddings:
@@ -82,6 +98,29 @@ def decide(
     return Treatment("one_sparse", "linear layer")
 
 
+def _decide_projected(
+    shape: torch.Size, targeted: bool, embedding: bool, projection: Projection, linear: bool
+) -> Treatment:
+    rest = "ternary" if projection.state == "ternary" else "dense"
+    if not targeted:
+        return Treatment(rest, "not in optim_target_modules")
+    if embedding:
+        return Treatment(rest, "embedding or output head")
+    if not linear:
+        return Treatment(rest, "not a linear layer")
+    space = projection.space(shape)
+    if min(shape[-2:]) < MIN_PROJECTED:
+        return Treatment(rest, f"a dimension under {MIN_PROJECTED}")
+    if space.rank >= space.dimension:
+        return Treatment(rest, f"rank not below {space.dimension}")
+    unprojected = {"exp_avg": TernaryFirstMoment(), "exp_avg_sq": TernarySecondMoment()}
+    if rest == "dense":
+        unprojected = {"exp_avg": Dense(), "exp_avg_sq": Dense()}
+    if projection.nbytes(shape) >= sum(spec.nbytes for spec in all_specs(unprojected, shape).values()):
+        return Treatment(rest, f"rank {space.rank} of {space.dimension} would save nothing")
+    return Treatment("projected", f"rank {space.rank} of {space.dimension}")
+
+
 def build_param_groups(
     model: nn.Module,
     *,
@@ -90,6 +129,7 @@ def build_param_groups(
     target_modules: str | Iterable[str] | None = None,
     dense_embeddings: bool = False,
     one_sparse: bool = False,
+    projection: Projection | None = None,
 ) -> list[dict]:
     """Parameter groups of all trainable parameters of ``model``, one per weight decay, treatment and reason.
 
@@ -99,17 +139,19 @@ def build_param_groups(
         target_modules: see the module's note; None targets everything.
         dense_embeddings: keep fp32 moments for embeddings and the output head.
         one_sparse: the strategy is ``taco``; groups then have a ``layout`` too.
+        projection: the strategy is GaLore, with these options.
 
     Returns:
         Groups with ``params``, ``param_names``, ``weight_decay``, ``decays``, ``treatment`` and ``reason``. A tied
         parameter is in one group, once.
 
     Raises:
-        ValueError: ``target_modules`` (or one entry of the list) matches no module with a trainable matrix.
+        ValueError: ``target_modules`` (or one entry of the list) matches no module with a trainable matrix, or with
+            ``projection`` nothing is projected.
     """
     targets = None if target_modules is None else _targeted_parameters(model, target_modules)
-    embeddings = _embedding_parameters(model) if dense_embeddings or one_sparse else set()
-    layouts = linear_layouts(model) if one_sparse else {}
+    embeddings = _embedding_parameters(model) if dense_embeddings or one_sparse or projection else set()
+    layouts = linear_layouts(model) if one_sparse or projection else {}
     groups: dict[tuple, dict] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -117,10 +159,13 @@ def build_param_groups(
         treatment = decide(
             p.shape,
             targeted=targets is None or id(p) in targets,
-            embedding=id(p) in embeddings,
+            # who names the output head has it projected
+            embedding=id(p) in embeddings and not (projection and targets and id(p) in targets),
             dense_embeddings=dense_embeddings,
             one_sparse=one_sparse,
             column=as_columns(p, layouts[id(p)]).shape[1] if id(p) in layouts else None,
+            projection=projection,
+            linear=id(p) in layouts,
         )
         layout = {"layout": layouts[id(p)]} if treatment.name == "one_sparse" else {}
         decay = 0.0 if name in no_decay else weight_decay
@@ -138,7 +183,21 @@ def build_param_groups(
         )
         group["params"].append(p)
         group["param_names"].append(name)
+    if projection is not None and not any(group["treatment"] == "projected" for group in groups.values()):
+        raise ValueError(_nothing_projected(groups.values(), projection))
     return list(groups.values())
+
+
+def _nothing_projected(groups: Iterable[dict], projection: Projection) -> str:
+    why: dict[str, int] = {}
+    for group in groups:
+        if any(p.dim() > 1 for p in group["params"]):
+            why[group["reason"]] = why.get(group["reason"], 0) + len(group["params"])
+    found = ", ".join(f"{count} x {reason}" for reason, count in why.items()) or "there are only vectors"
+    return (
+        f"No parameter would be projected at rank={projection.rank} ({found}): choose a smaller rank or other "
+        "optim_target_modules, or train with taco_adamw, which needs no projection."
+    )
 
 
 def _embedding_parameters(model: nn.Module) -> set[int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .options import TacoAdamWOptions, TacoOptions
+from .options import GaLoreOptions, GaLoreTacoOptions, TacoAdamWOptions, TacoOptions
 
 
 @dataclass(frozen=True)
@@ -125,5 +125,27 @@ _register_with_layerwise(
         builder="hf_memopt.optim.builders:taco",
         options=TacoOptions,
         docs="docs/taco.md",
+    )
+)
+
+_register_with_layerwise(
+    OptimizerSpec(
+        name="memopt_galore_adamw",
+        summary="AdamW in a low-rank subspace of each linear layer's gradient, moments in fp32",
+        paper="arXiv:2403.03507",
+        builder="hf_memopt.optim.builders:galore",
+        options=GaLoreOptions,
+        docs="docs/galore.md",
+    )
+)
+
+_register_with_layerwise(
+    OptimizerSpec(
+        name="galore_taco_adamw",
+        summary="the same with ternary moments: under 1 bit a parameter of the linear layers at rank 1/4",
+        paper="arXiv:2403.03507, with ternary moments of hf_memopt",
+        builder="hf_memopt.optim.builders:galore",
+        options=GaLoreTacoOptions,
+        docs="docs/galore.md",
     )
 )

@@ -115,7 +115,7 @@ def test_wrong_value_names_strategy_key_value_and_all_options(given):
 def test_unknown_key_lists_what_exists(given):
     with pytest.raises(
         ValueError,
-        match=r"^taco_adamw: there is no option .*; the options are seed: int = 0, dense_embeddings: true",
+        match=r"^taco_adamw: there is no option .*; the options are seed: int = 0, stochastic_rounding: true",
     ):
         parse_options(TacoAdamWOptions, given)
 

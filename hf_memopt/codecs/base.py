@@ -8,6 +8,7 @@ named "" is stored under ``<moment>`` alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +58,17 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 def state_key(moment: str, part: str) -> str:
     return f"{moment}.{part}" if part else moment
+
+
+def parts(codec: Codec, moment: str, state: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
+    """The buffers of one moment in a parameter's state, by part name."""
+    return {part: state[state_key(moment, part)] for part in codec.specs(shape)}
+
+
+def write(moment: str, state: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Copy the buffers of one moment, by part name, into a parameter's state."""
+    for part, value in buffers.items():
+        state[state_key(moment, part)].copy_(value)
 
 
 def fresh(codec: Codec, shape: torch.Size, device: torch.device) -> dict[str, Tensor]:

@@ -200,12 +200,17 @@ class CodecOptimizer(CheckedLoading):
         """The codecs of the parameter's moments."""
         return self.CODECS[self.treatment_of(group, p)]
 
+    def numbers_of(self, group: dict, p: Tensor) -> dict[str, Any]:
+        """What the state holds beside ``step`` and the codecs' buffers, as it is at the beginning: plain numbers and
+        strings."""
+        return {"skipped": 0}
+
     def state_of(self, group: dict, p: Tensor) -> dict[str, Any]:
         """The parameter's state, created on first use."""
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["skipped"] = 0
+            state.update(self.numbers_of(group, p))
             state.update(zeros(self.codecs_of(group, p), p.shape, p.device))
         return state
 

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from ..options import TacoAdamWOptions, TacoOptions
+from ..codecs.projected import Projection
+from ..options import CommonOptions, GaLoreOptions, GaLoreTacoOptions, TacoAdamWOptions, TacoOptions
 from ..param_groups import build_param_groups
+from .galore import OWN_OPTIONS, GaLoreAdamW
 from .taco import Taco
 from .taco_adamw import TacoAdamW
 
@@ -38,9 +40,23 @@ def taco(model: nn.Module | None, options: TacoOptions, **training: Any) -> tupl
     return Taco, {**_common(model, options, one_sparse=True, **training), **own}
 
 
+def galore(
+    model: nn.Module | None, options: GaLoreOptions, **training: Any
+) -> tuple[type[GaLoreAdamW], dict[str, Any]]:
+    """Class and keyword arguments of ``GaLoreAdamW``, as ``taco_adamw``; with ``GaLoreTacoOptions`` its moments are
+    ternary. Which weights belong to linear layers is read from the model, so there must be one."""
+    if model is None:
+        raise ValueError(
+            f"{options.strategy}: which weights belong to linear layers is read from the model: pass the model as well."
+        )
+    own = {key: getattr(options, key) for key in (*OWN_OPTIONS, "matmul")}
+    own["state"] = "ternary" if isinstance(options, GaLoreTacoOptions) else "fp32"
+    return GaLoreAdamW, {**_common(model, options, projection=Projection.of(own), **training), **own}
+
+
 def _common(
     model: nn.Module | None,
-    options: TacoAdamWOptions,
+    options: CommonOptions,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -49,8 +65,9 @@ def _common(
     no_decay: Collection[str] = (),
     target_modules: str | Iterable[str] | None = None,
     one_sparse: bool = False,
+    projection: Projection | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``TacoAdamW`` and its subclass.
+    """Keyword arguments of ``TacoAdamW`` and its subclasses.
 
     Args:
         model: Its trainable parameters are grouped by weight decay and treatment. None leaves the grouping to the
@@ -71,6 +88,7 @@ def _common(
         "update_in_backward": options.update_in_backward,
         "clip_per_parameter": options.clip_per_parameter,
     }
+    dense_embeddings = getattr(options, "dense_embeddings", False)
     if model is not None:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError(
@@ -82,12 +100,13 @@ def _common(
             weight_decay=weight_decay,
             no_decay=no_decay,
             target_modules=target_modules,
-            dense_embeddings=options.dense_embeddings,
+            dense_embeddings=dense_embeddings,
             one_sparse=one_sparse,
+            projection=projection,
         )
         return kwargs
     for needs_model, what in (
-        (options.dense_embeddings, "dense_embeddings=true"),
+        (dense_embeddings, "dense_embeddings=true"),
         (target_modules is not None, "optim_target_modules"),
     ):
         if needs_model:

@@ -24,7 +24,7 @@ logger = logging.getLogger("hf_memopt")
 
 class CheckedLoading(torch.optim.Optimizer):
     """``load_state_dict`` of ``CodecOptimizer``, which says by ``NAME``, ``SAVED_OPTIONS``, ``named_params``,
-    ``treatment_of`` and ``codecs_of`` what it expects."""
+    ``treatment_of``, ``codecs_of`` and ``numbers_of`` what it expects."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` gave: every buffer keeps its own dtype and is moved to its parameter's device.
@@ -136,8 +136,12 @@ class CheckedLoading(torch.optim.Optimizer):
         specs = all_specs(self.codecs_of(group, p), p.shape)
         expected = {key: _describe(spec.shape, spec.dtype) for key, spec in specs.items()}
         expected["step"] = _describe((), torch.float32)
-        if not isinstance(state, Mapping) or state.keys() != {*expected, "skipped"}:
+        numbers = self.numbers_of(group, p)
+        if not isinstance(state, Mapping) or state.keys() != {*expected, *numbers}:
             raise self._other_moments(group, name, p)
+        for key, value in numbers.items():  # numbers go on from where they were, words must be the same
+            if type(state[key]) is not type(value) or (isinstance(value, str) and state[key] != value):
+                raise self._other_moments(group, name, p)
         given = {key: _describe(v.shape, v.dtype) if torch.is_tensor(v) else repr(v) for key, v in state.items()}
         wrong = next((key for key in expected if given[key] != expected[key]), None)
         if wrong is not None:

@@ -1,0 +1,267 @@
+r"""One step in a subspace: project, update there, project back.
+
+With a basis P (d x r) of a matrix seen as d x L, its gradient G, and the direction U of AdamW in the subspace:
+
+    R  = P^T G
+    U  = AdamW's direction from R and the moments (r x L)
+    W  = W (1 - lr wd) - lr (scale P U + residual)
+
+``direction`` gets U from the kernels of ``taco_adamw``: they update a matrix of zeros, at lr = 1 and without decay,
+which leaves -U. So ternary moments carry what their codes cannot hold here too, and every kernel serves both.
+
+The residual is what the subspace does not see, E = G - P R:
+
+    sign   residual_scale sign(E)
+    fira   residual_scale E diag(phi), phi_j = ||U_j|| / ||R_j|| for each of the L columns, limited in its growth:
+           with e = ||E diag(phi)|| and e_old that of the step before, the whole is divided by
+           max(e / max(e_old, FLOOR ||U||), LIMIT) / LIMIT
+
+Fira has no floor, so a matrix whose first gradient is nearly zero may grow by 1 % a step: 1,600 steps from 1e-8 to 0.1.
+Because of P^T P = I, P (scale U - R diag(phi)) + G diag(phi) is one matrix product, and ||E_j||^2 = ||G_j||^2 -
+||R_j||^2.
+
+Everything that is as large as the parameter is made in strips of rows, at most ``strip_elements`` elements at a time.
+Weights in 16 bits are written by the dense AdamW kernel with betas (0, 1) and eps = 1, where it is W - lr G with the
+stochastic rounding of ``README.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..projections.geometry import Subspace
+from .scalars import GOLDEN, StepScalars, mix32
+
+LIMIT = 1.01
+FLOOR = 0.1
+TINY = 1e-8
+
+
+@dataclass(frozen=True)
+class BackProjection:
+    """``scale`` and the residual's options, as in ``GaLoreOptions``."""
+
+    scale: float
+    residual: str = "none"
+    residual_scale: float = 1.0
+
+
+def project(grad: Tensor, basis: Tensor) -> Tensor:
+    """R (b, r, L) fp32 of ``grad`` (b, d, L).
+
+    ``basis`` is (b, d, r), then it is computed in its dtype, or int64 numbers (b, r) of coordinates.
+    """
+    if not basis.is_floating_point():
+        return torch.stack([g.index_select(0, chosen) for g, chosen in zip(grad, basis, strict=True)]).float()
+    if grad.dtype == basis.dtype == torch.float32:
+        return basis.mT @ grad
+    b, d, length = grad.shape
+    out = torch.empty(b, basis.shape[2], length, device=grad.device)
+    width = max(1, strip_elements(grad) // d)
+    for matrix in range(b):
+        for begin in range(0, length, width):
+            part = slice(begin, min(begin + width, length))
+            out[matrix, :, part] = basis[matrix].mT @ grad[matrix, :, part].to(basis.dtype)
+    return out
+
+
+def direction(
+    backend: ModuleType, ternary: bool, low_grad: Tensor, state: dict[str, Tensor], s: StepScalars
+) -> tuple[Tensor, bool | Tensor]:
+    """(-U (b, r, L) fp32, whether the gradient was usable); updates the moments in ``state``.
+
+    Args:
+        low_grad: R, (b, r, L) fp32.
+        state: the moments of shape (b r, L), under the keys that the kernels know.
+        s: of the step; its lr, decay and rounding are those of the weight and have no part in this.
+    """
+    flat = low_grad.view(-1, low_grad.shape[-1])
+    minus_u = torch.zeros_like(flat)
+    plain = replace(s, lr=1.0, decay=1.0, stochastic=False)
+    step = backend.ternary_adamw_ if ternary else backend.dense_adamw_
+    applied = step(minus_u, flat, state, plain)
+    return minus_u.view(low_grad.shape), applied
+
+
+def project_back_(
+    weight: Tensor,
+    grad: Tensor,
+    space: Subspace,
+    basis: Tensor,
+    low_grad: Tensor,
+    minus_u: Tensor,
+    norm: Tensor | None,
+    applied: bool | Tensor,
+    backend: ModuleType,
+    s: StepScalars,
+    rule: BackProjection,
+) -> None:
+    """Update ``weight`` in place, and with the residual ``fira`` its ``norm`` (b,).
+
+    Args:
+        weight, grad: the parameter (m, n) or (b, m, n) and its gradient.
+        basis: as for ``project``.
+        low_grad, minus_u: (b, r, L) fp32, R and -U.
+        applied: as ``direction`` gave it; where it is a tensor that is False, nothing changes.
+        backend: kernels that write 16-bit weights.
+    """
+    inside, outside = minus_u * -rule.scale, None
+    if rule.residual == "fira":
+        outside = _fira(space.view(grad), low_grad, minus_u, norm, applied, s, rule)
+        inside -= _where(applied, low_grad * outside[:, None])
+    stack, gradients = (t if t.dim() == 3 else t[None] for t in (weight, grad))
+    for matrix, w in enumerate(stack):
+        back = _Product(basis[matrix], inside[matrix], space)
+        writer = _Writer(w, backend, s, applied, matrix)
+        if rule.residual == "none" and w.dtype == back.dtype == torch.float32:
+            writer.decay(slice(None))
+            w.addmm_(*back.factors, alpha=-s.lr)
+            continue
+        seen = _Product(basis[matrix], low_grad[matrix], space) if rule.residual == "sign" else None
+        for rows in _strips(w):
+            change = back.rows(rows)
+            if outside is not None:
+                phi = outside[matrix] if space.left else outside[matrix, rows, None]
+                change += _where(applied, gradients[matrix, rows].float() * phi)
+            elif seen is not None:
+                missed = gradients[matrix, rows].float() - seen.rows(rows)
+                if s.maximize:
+                    missed.neg_()
+                change += _where(applied, missed.sign_().mul_(rule.residual_scale))
+            writer.subtract(rows, change)
+
+
+class _Product:
+    """P K as rows of the parameter, for a basis P of one matrix, (d, r) or (r,) coordinates, and K (r, L) fp32."""
+
+    def __init__(self, basis: Tensor, inside: Tensor, space: Subspace) -> None:
+        self._left = space.left
+        self.dtype = basis.dtype
+        if basis.is_floating_point():
+            inside = inside.to(basis.dtype)
+            self.factors = (basis, inside) if space.left else (inside.mT, basis.mT)
+            return
+        # coordinates that are not among them read the row of zeros that follows
+        self._inside = torch.nn.functional.pad(inside, (0, 0, 0, 1))
+        self._place = torch.full((space.dimension,), space.rank, device=basis.device)
+        self._place[basis] = torch.arange(space.rank, device=basis.device)
+
+    def rows(self, rows: slice) -> Tensor:
+        """(rows, columns of the parameter) fp32, of its own."""
+        if self.dtype.is_floating_point:
+            return (self.factors[0][rows] @ self.factors[1]).float()
+        if self._left:
+            return self._inside.index_select(0, self._place[rows])
+        return self._inside[:, rows].index_select(0, self._place).t().contiguous()
+
+
+class _Writer:
+    """Writes strips of one matrix of weights: W (1 - lr wd) - lr change."""
+
+    def __init__(self, w: Tensor, backend: ModuleType, s: StepScalars, applied: bool | Tensor, matrix: int) -> None:
+        self._w, self._backend, self._s, self._matrix = w, backend, s, matrix
+        self._decay: float | Tensor = s.decay
+        if torch.is_tensor(applied) and s.decay != 1.0:
+            self._decay = torch.where(applied, s.decay, 1.0)
+        self._scratch: Tensor | None = None
+
+    def decay(self, rows: slice) -> None:
+        if self._s.decay != 1.0:
+            self._w[rows].mul_(self._decay)
+
+    def subtract(self, rows: slice, change: Tensor) -> None:
+        """``change`` is fp32 and not used afterwards."""
+        s, w = self._s, self._w[rows]
+        if w.dtype == torch.float32:
+            self.decay(rows)
+            w.sub_(change.mul_(s.lr))
+            return
+        change.mul_(s.lr)
+        if s.decay != 1.0:
+            change.add_(w.float().mul_(1.0 - self._decay))
+        if self._scratch is None:
+            self._scratch = torch.zeros(2, change.numel(), device=w.device)
+        m, v = (part[: change.numel()].view(change.shape) for part in self._scratch)
+        key = mix32(s.key + (self._matrix * self._w.shape[0] + rows.start) * GOLDEN)
+        only_subtract = StepScalars(
+            beta1=0.0,
+            one_minus_beta1=1.0,
+            beta2=1.0,
+            one_minus_beta2=0.0,
+            inv_bias1=1.0,
+            inv_bias2=1.0,
+            carry=0.0,
+            decay=1.0,
+            lr=1.0,
+            eps=1.0,
+            key=key,
+            first=False,
+            stochastic=s.stochastic,
+            maximize=False,
+        )
+        self._backend.dense_adamw_(w, change, {"exp_avg": m, "exp_avg_sq": v}, only_subtract)
+
+
+def _fira(
+    grad: Tensor,
+    low_grad: Tensor,
+    minus_u: Tensor,
+    norm: Tensor,
+    applied: bool | Tensor,
+    s: StepScalars,
+    rule: BackProjection,
+) -> Tensor:
+    """residual_scale phi / limit, (b, L), of ``grad`` (b, d, L); ``norm`` becomes that of the limited residual."""
+    low_norm = low_grad.norm(dim=1)
+    phi = minus_u.norm(dim=1) / (low_norm + TINY)
+    squares = torch.zeros_like(low_norm)
+    width = max(1, strip_elements(grad) // grad.shape[1])
+    for matrix, g in enumerate(grad):
+        for begin in range(0, g.shape[1], width):
+            part = slice(begin, begin + width)
+            squares[matrix, part] = g[:, part].float().square_().sum(dim=0)
+    outside = (squares - low_norm.square()).clamp_(min=0.0)
+    e = (outside * phi.square()).sum(dim=1).sqrt()
+    before = torch.maximum(norm, FLOOR * minus_u.norm(dim=(1, 2)))
+    limit = (e / (before + TINY)).clamp(min=LIMIT) / LIMIT
+    norm.copy_(_where(applied, e / limit, norm))
+    sign = -1.0 if s.maximize else 1.0
+    return _where(applied, phi * (sign * rule.residual_scale) / limit[:, None])
+
+
+def _where(applied: bool | Tensor, value: Tensor, otherwise: Tensor | float = 0.0) -> Tensor:
+    """``value`` where the step is applied; on a GPU nobody waits for that answer."""
+    return torch.where(applied, value, otherwise) if torch.is_tensor(applied) else value
+
+
+def matmul_dtype(choice: str, grad: Tensor) -> torch.dtype:
+    """The dtype of the two products for a gradient; ``choice`` is ``GaLoreOptions.matmul``."""
+    if choice != "auto":
+        return getattr(torch, choice)
+    fast = grad.device.type == "cpu" and grad.dtype == torch.float32 and _cpu_multiplies_bfloat16()
+    return torch.bfloat16 if fast or grad.dtype == torch.bfloat16 else torch.float32
+
+
+@lru_cache(maxsize=1)
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16 numbers (torch says so under private names)."""
+    asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(ask is not None and ask() for ask in asked)
+
+
+def strip_elements(like: Tensor) -> int:
+    """How many elements are worked on at once: what fits into a CPU's cache, on a GPU what keeps it busy."""
+    return 1 << 19 if like.device.type == "cpu" else 1 << 22
+
+
+def _strips(w: Tensor) -> Iterator[slice]:
+    m, n = w.shape
+    step = max(1, strip_elements(w) // n)
+    for begin in range(0, m, step):
+        yield slice(begin, min(begin + step, m))

@@ -1,0 +1,322 @@
+r"""GaLore (arXiv 2403.03507): AdamW in a low-rank subspace of each matrix' gradient.
+
+    R = P^T G,   m, v, U = AdamW's moments and direction of R,   W = W (1 - lr wd) - lr (scale P U + residual)
+
+The step is in ``kernels/projected.py``, the subspaces are in ``projections/``, the storage is in
+``codecs/projected.py``. Where it differs from the paper and its code galore-torch, each by an option:
+
+- a new subspace is found by one warm-started subspace iteration instead of a singular value decomposition;
+- the moments follow a change of subspace instead of meaning the new one with the old one's numbers;
+- matrices refresh one after another, so that no step pays for all. They begin in random subspaces and find their first
+  own ones during the first ``SPREAD`` steps;
+- moments are fp32 or ternary, whatever the dtype of the gradient (a bf16 second moment cannot decay);
+- a matrix of which the subspace would not save memory is treated like the rest.
+
+At rank = d and scale 1 a group's matrices are not projected, which is AdamW itself. What is not projected is updated as
+in ``TacoAdamW``: fp32 moments with ``state="fp32"``, ternary ones for matrices with ``state="ternary"``.
+
+A refresh is due by the parameter's own count of steps. With a gradient that is not finite the subspace stays, a
+warning says so, and the next step tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import Codec, parts, write
+from ..codecs.projected import STATES, Projection
+from ..kernels import projected, reference
+from ..kernels.scalars import StepScalars, bias_correction, mix32, parameter_key
+from ..options import GaLoreOptions, parse_options
+from ..param_groups import Treatment, decide
+from ..projections import basis as bases
+from ..projections.geometry import Subspace
+from ..projections.moments import change_of_basis, overlap, transport
+from .taco_adamw import TacoAdamW
+
+logger = logging.getLogger("hf_memopt")
+
+SPREAD = 10
+SETTLED = 0.8
+"""An overlap (``projections/moments.py``) from which on a subspace counts as settled."""
+
+FIND = {"subspace": bases.iterate, "svd": bases.singular, "select": bases.select}
+
+OWN_OPTIONS = (
+    "rank",
+    "update_proj_gap",
+    "scale",
+    "proj_type",
+    "refresh",
+    "transport",
+    "residual",
+    "residual_scale",
+    "stagger",
+    "adaptive",
+    "projector",
+)
+_defaults = GaLoreOptions()
+
+
+class GaLoreAdamW(TacoAdamW):
+    """AdamW in subspaces; equations in the module's docstring.
+
+    Args:
+        params: the groups of ``hf_memopt.build_param_groups(model, projection=...)``. Of groups of your own those are
+            projected that have a ``rank``, as in galore-torch, or ``treatment="projected"``, which also projects
+            where it saves nothing; ``rank``, ``update_proj_gap``, ``scale``, ``proj_type`` and the further options
+            below may differ between groups.
+        lr: learning rate; projected matrices learn at lr * scale.
+        state: ``fp32`` or ``ternary``, of all moments but those of vectors and small matrices.
+        rank, update_proj_gap, scale, proj_type, refresh, transport, residual, residual_scale, stagger, adaptive,
+        projector, matmul: as in ``GaLoreOptions``.
+        betas, eps, weight_decay, **options: as for ``TacoAdamW``.
+
+    Raises:
+        ValueError: an option or a parameter is out of range; the sentence names it.
+    """
+
+    NAME = "GaLoreAdamW"
+    SAVED_OPTIONS = (*TacoAdamW.SAVED_OPTIONS, "state", *OWN_OPTIONS)
+    TREATMENTS = ("projected", *TacoAdamW.TREATMENTS)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        state: str = "fp32",
+        rank: int | float = _defaults.rank,
+        update_proj_gap: int = _defaults.update_proj_gap,
+        scale: float = _defaults.scale,
+        proj_type: str = _defaults.proj_type,
+        refresh: str = _defaults.refresh,
+        transport: str = _defaults.transport,
+        residual: str = _defaults.residual,
+        residual_scale: float = _defaults.residual_scale,
+        stagger: bool = _defaults.stagger,
+        adaptive: bool = _defaults.adaptive,
+        projector: str = _defaults.projector,
+        matmul: str = _defaults.matmul,
+        **options: Any,
+    ) -> None:
+        if state not in STATES:
+            raise ValueError(f"state={state!r} is not known: choose {' or '.join(STATES)}.")
+        given = locals()
+        own = {key: given[key] for key in OWN_OPTIONS}
+        _check_options(own, matmul=matmul)
+        self.matmul = matmul
+        self._slots: dict[int, int] = {}
+        super().__init__(params, lr, betas, eps, weight_decay, more_defaults={"state": state, **own}, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "matmul": self.matmul}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._slots = {}
+        super().__setstate__(state)
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "rank" in param_group and "treatment" not in param_group:
+            param_group = {**param_group, "treatment": "where it saves"}
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check_options(group)
+        super()._check_group({**group, "treatment": "auto"} if group["treatment"] == "where it saves" else group)
+        if group["treatment"] == "projected":
+            for i, p in enumerate(group["params"]):
+                try:
+                    Projection.of(group).space(p.shape)
+                except ValueError as error:
+                    name = group["param_names"][i] if group.get("param_names") else f"Parameter {i}"
+                    raise ValueError(f"{name} of the group: {error}") from None
+
+    def decision(self, group: dict, p: Tensor) -> Treatment:
+        if group["treatment"] == "where it saves":
+            return decide(p.shape, projection=Projection.of(group), linear=p.dim() in (2, 3))
+        if group["treatment"] == "auto":
+            found = decide(p.shape)
+            return found if group["state"] == "ternary" else replace(found, name="dense")
+        return super().decision(group, p)
+
+    def codecs_of(self, group: dict, p: Tensor) -> dict[str, Codec]:
+        if self.treatment_of(group, p) == "projected":
+            return Projection.of(group).codecs(p.shape)
+        return super().codecs_of(group, p)
+
+    def numbers_of(self, group: dict, p: Tensor) -> dict[str, Any]:
+        if self.treatment_of(group, p) != "projected":
+            return super().numbers_of(group, p)
+        side = "left" if Projection.of(group).space(p.shape).left else "right"
+        return {
+            **super().numbers_of(group, p),
+            "side": side,
+            "refreshes": 0,
+            "refresh_at": self._first_refresh(group, p),
+        }
+
+    def state_of(self, group: dict, p: Tensor) -> dict[str, Any]:
+        begins = not self.state[p]
+        state = super().state_of(group, p)
+        if begins and self.treatment_of(group, p) == "projected" and group["refresh"] in FIND:
+            projection = Projection.of(group)
+            space, codec = projection.space(p.shape), projection.codecs(p.shape)["projector"]
+            columns, _ = bases.random_columns(self._key(group, p, 0), *_basis_size(space), p.device)
+            start = columns
+            if group["refresh"] != "select":
+                start = self._random(group, p, 0, space, torch.float32)
+            write("projector", state, codec.encode(start))
+        return state
+
+    def _first_refresh(self, group: dict, p: Tensor) -> int:
+        return 1 + self._slot(p) % min(SPREAD, group["update_proj_gap"]) if group["stagger"] else 1
+
+    def _slot(self, p: Tensor) -> int:
+        """The parameter's number among those that are projected."""
+        if id(p) not in self._slots:
+            matrices = [q for group, _, q in self.named_params() if self.treatment_of(group, q) == "projected"]
+            self._slots = {id(q): number for number, q in enumerate(matrices)}
+        return self._slots[id(p)]
+
+    # -- stepping ---------------------------------------------------------------------------------
+
+    def _update_matrix(self, group: dict, p: Tensor, state: dict, scalars: StepScalars) -> bool | Tensor:
+        if self.treatment_of(group, p) != "projected":
+            return super()._update_matrix(group, p, state, scalars)
+        projection = Projection.of(group)
+        space, codecs = projection.space(p.shape), projection.codecs(p.shape)
+        dtype = projected.matmul_dtype(self.matmul, p.grad)
+        step = int(state["step"]) + 1
+        if step >= state["refresh_at"]:
+            self._refresh(group, p, state, space, codecs, step)
+        basis = self._basis(group, p, state, space, codecs, dtype)
+        low_grad = projected.project(space.view(p.grad), basis)
+        backend = self._backend(p)
+        minus_u, applied = projected.direction(backend, group["state"] == "ternary", low_grad, _flat(state), scalars)
+        if applied is False:
+            return False
+        rule = projected.BackProjection(group["scale"], group["residual"], group["residual_scale"])
+        rows_adjacent = p.stride(-1) == 1 or p.dtype == torch.float32
+        projected.project_back_(
+            p,
+            p.grad,
+            space,
+            basis,
+            low_grad,
+            minus_u,
+            state.get("residual_norm"),
+            applied,
+            backend if rows_adjacent else reference,
+            scalars,
+            rule,
+        )
+        return applied
+
+    def _basis(
+        self, group: dict, p: Tensor, state: dict, space: Subspace, codecs: dict[str, Codec], dtype: torch.dtype
+    ) -> Tensor:
+        """The basis as ``projected.project`` takes it: (b, d, r) in ``dtype``, or coordinates (b, r)."""
+        if group["refresh"] == "random":
+            return self._random(group, p, state["refreshes"], space, dtype)
+        basis = codecs["projector"].decode(parts(codecs["projector"], "projector", state, p.shape))
+        return basis.to(dtype) if basis.is_floating_point() else basis
+
+    def _random(self, group: dict, p: Tensor, refreshes: int, space: Subspace, dtype: torch.dtype) -> Tensor:
+        """The random basis after so many refreshes, (b, d, r)."""
+        columns, signs = bases.random_columns(self._key(group, p, refreshes), *_basis_size(space), p.device)
+        return bases.cosine_columns(columns, space.dimension, dtype).mul_(signs[:, :, None])
+
+    def _refresh(
+        self, group: dict, p: Tensor, state: dict, space: Subspace, codecs: dict[str, Codec], step: int
+    ) -> None:
+        """Find a new subspace, let the moments follow, and say when the next one is due."""
+        old = self._basis(group, p, state, space, codecs, torch.float32)
+        if group["refresh"] == "random":
+            state["refreshes"] += 1
+            usable = torch.ones(space.matrices, dtype=torch.bool, device=p.device)
+        else:
+            found, usable = FIND[group["refresh"]](space.view(p.grad), old)
+            if not bases.truth(usable.all()):
+                logger.warning(
+                    "The subspace of %s stays as it is: its gradient is zero or not finite at a refresh.", self._name(p)
+                )
+                if not bases.truth(usable.any()):
+                    state["refresh_at"] = step + 1
+                    return
+            state["refreshes"] += 1
+            write("projector", state, codecs["projector"].encode(found))
+        new = self._basis(group, p, state, space, codecs, torch.float32)
+        change = change_of_basis(new, old)
+        if step > 1 and group["transport"] == "moments":
+            self._transport(group, p, state, space, codecs, change, usable, step)
+        state["refresh_at"] = self._next_refresh(group, p, step)
+        if group["adaptive"] and group["refresh"] != "random" and bases.truth((overlap(change) >= SETTLED).all()):
+            state["refresh_at"] += group["update_proj_gap"]
+
+    def _transport(
+        self,
+        group: dict,
+        p: Tensor,
+        state: dict,
+        space: Subspace,
+        codecs: dict[str, Codec],
+        change: Tensor,
+        usable: Tensor,
+        step: int,
+    ) -> None:
+        moments = []
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = codecs[name].decode(parts(codecs[name], name, state, space.low_rank_shape))
+            moments.append(found.view(space.matrices, space.rank, space.length))
+        bias = [bias_correction(beta, step - 1) for beta in group["betas"]]
+        moved = transport(*moments, change, *bias)
+        moved = [torch.where(usable[:, None, None], new, old) for new, old in zip(moved, moments, strict=True)]
+        m, v = (moment.reshape(space.low_rank_shape) for moment in moved)
+        write("exp_avg", state, codecs["exp_avg"].encode(m))
+        more = ()
+        if group["state"] == "ternary":
+            n, k = v.shape
+            key = self._key(group, p, state["refreshes"])
+            row = torch.arange(n, device=v.device)[:, None]
+            more = (reference.uniform(reference.hash_at(key, row, torch.arange(k, device=v.device))),)
+        write("exp_avg_sq", state, codecs["exp_avg_sq"].encode(v, *more))
+
+    def _next_refresh(self, group: dict, p: Tensor, step: int) -> int:
+        gap = group["update_proj_gap"]
+        if not group["stagger"]:
+            return step + gap
+        # each matrix has its place in the gap; the next one there that is not too near
+        place = self._slot(p) * gap // max(1, len(self._slots))
+        soonest = step + -(-gap // 2)
+        return soonest + (place - soonest) % gap
+
+    def _key(self, group: dict, p: Tensor, refreshes: int) -> int:
+        return mix32(parameter_key(group["seed"], f"{self._name(p)}/subspace") + refreshes)
+
+    def _name(self, p: Tensor) -> str:
+        return next(name for _, name, q in self.named_params() if q is p)
+
+
+def _basis_size(space: Subspace) -> tuple[int, int, int]:
+    return space.matrices, space.dimension, space.rank
+
+
+def _flat(state: dict) -> dict[str, Tensor]:
+    """The moments under the kernels' keys, as they are stored: (b r, L)."""
+    return {key: value for key, value in state.items() if key.startswith("exp_avg")}
+
+
+def _check_options(group: dict[str, Any], **more: Any) -> None:
+    """Raise ValueError for an option that is wrong, with the sentence of ``GaLoreOptions``."""
+    parse_options(GaLoreOptions, {**{key: group[key] for key in OWN_OPTIONS}, **more}, strategy="GaLoreAdamW")

@@ -1,0 +1,44 @@
+r"""What becomes of the moments when the basis changes.
+
+The momentum is a vector in the old subspace, the new one holds its projection: with C = P_new^T P_old (r x r)
+
+    m <- C m
+
+The second moment is elementwise, so it does not follow a rotation by itself. LDAdam's estimate takes the coordinates'
+variances for uncorrelated: on bias-corrected moments, o elementwise,
+
+    v <- | (C o C)(v - m o m) + (C m) o (C m) |
+
+What the new subspace cannot hold of the momentum, m - C^T C m in old coordinates, is lost with it. ``none`` keeps the
+numbers and lets them mean the new basis, as the paper does.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def transport(m: Tensor, v: Tensor, change: Tensor, bias1: float, bias2: float) -> tuple[Tensor, Tensor]:
+    """Moments after a change of basis.
+
+    Args:
+        m, v: (b, r, L) fp32, first and second moment in the old basis, not bias-corrected.
+        change: (b, r, r), C.
+        bias1, bias2: 1 - beta^t of the step that wrote them.
+    """
+    m_hat = m / bias1
+    new_m = change @ m_hat
+    new_v = ((change * change) @ (v / bias2 - m_hat * m_hat) + new_m * new_m).abs()
+    return new_m * bias1, new_v * bias2
+
+
+def overlap(change: Tensor) -> Tensor:
+    """||C||^2 / r of each matrix, (b,): 1 when both bases span the same subspace, about r / d for unrelated ones."""
+    return change.square().sum(dim=(1, 2)) / change.shape[-1]
+
+
+def change_of_basis(new: Tensor, old: Tensor) -> Tensor:
+    """C = P_new^T P_old, (b, r, r) fp32, of two bases (b, d, r), or of two lists of coordinates (b, r)."""
+    if new.is_floating_point():
+        return new.float().mT @ old.float()
+    return (new[:, :, None] == old[:, None, :]).float()
