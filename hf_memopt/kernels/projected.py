@@ -225,7 +225,7 @@ def _fira(
     for matrix, g in enumerate(grad):
         for begin in range(0, g.shape[1], width):
             part = slice(begin, begin + width)
-            squares[matrix, part] = g[:, part].float().square_().sum(dim=0)
+            squares[matrix, part] = g[:, part].float().square().sum(dim=0)
     outside = (squares - low_norm.square()).clamp_(min=0.0)
     e = (outside * phi.square()).sum(dim=1).sqrt()
     before = torch.maximum(norm, FLOOR * minus_u.norm(dim=(1, 2)))

@@ -53,7 +53,7 @@ def select(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     many as ``basis`` (b, r) has."""
     energy = torch.zeros(grad.shape[:2], device=grad.device)
     for matrix, part in pieces(grad):
-        energy[matrix] += grad[matrix, :, part].float().square_().sum(dim=1)
+        energy[matrix] += grad[matrix, :, part].float().square().sum(dim=1)
     best = energy.topk(basis.shape[1], dim=1).indices.sort(dim=1).values
     usable = energy.isfinite().all(dim=1) & (energy > 0).any(dim=1)
     return torch.where(usable[:, None], best, basis), usable
