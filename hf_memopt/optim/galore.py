@@ -241,7 +241,7 @@ class GaLoreAdamW(TacoAdamW):
         self, group: dict, p: Tensor, state: dict, space: Subspace, codecs: dict[str, Codec], step: int
     ) -> None:
         """Find a new subspace, let the moments follow, and say when the next one is due."""
-        old = self._basis(group, p, state, space, codecs, torch.float32)
+        old = self._basis(group, p, state, space, codecs, torch.float32).clone()  # what is stored is overwritten
         if group["refresh"] == "random":
             state["refreshes"] += 1
             usable = torch.ones(space.matrices, dtype=torch.bool, device=p.device)
