@@ -252,8 +252,7 @@ class GaLoreAdamW(TacoAdamW):
                     "The subspace of %s stays as it is: its gradient is zero or not finite at a refresh.", self._name(p)
                 )
                 if not bases.truth(usable.any()):
-                    state["refresh_at"] = step + 1
-                    return
+                    return  # it is still due
             state["refreshes"] += 1
             write("projector", state, codecs["projector"].encode(found))
         new = self._basis(group, p, state, space, codecs, torch.float32)
