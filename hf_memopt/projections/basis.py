@@ -38,13 +38,20 @@ def iterate(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def singular(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """The leading left singular vectors of each matrix of ``grad`` (b, d, L), as many as ``basis`` (b, d, r) has."""
+    """The leading left singular vectors of each matrix of ``grad`` (b, d, L), as many as ``basis`` (b, d, r) has.
+
+    Where r exceeds L there are only L; directions orthogonal to them follow.
+    """
     found, usable = basis.float().clone(), []
     for matrix, g in enumerate(grad):
         g = g.float()
         usable.append(g.isfinite().all() & (g != 0).any())
         if truth(usable[-1]):
-            found[matrix] = torch.linalg.svd(g, full_matrices=False).U[:, : basis.shape[2]]
+            best = torch.linalg.svd(g, full_matrices=False).U[:, : basis.shape[2]]
+            count = best.shape[1]
+            if count < basis.shape[2]:
+                found[matrix] = torch.linalg.qr(torch.cat([best, found[matrix]], dim=1)).Q[:, : basis.shape[2]]
+            found[matrix, :, :count] = best
     return found, torch.stack(usable)
 
 
