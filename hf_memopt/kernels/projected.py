@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ..projections.geometry import Subspace
-from .scalars import GOLDEN, StepScalars, mix32
+from .scalars import GOLDEN, MAX_GRADIENT, StepScalars, mix32
 
 LIMIT = 1.01
 FLOOR = 0.1
@@ -58,7 +58,9 @@ def project(grad: Tensor, basis: Tensor) -> Tensor:
     ``basis`` is (b, d, r), then it is computed in its dtype, or int64 numbers (b, r) of coordinates.
     """
     if not basis.is_floating_point():
-        return torch.stack([g.index_select(0, chosen) for g, chosen in zip(grad, basis, strict=True)]).float()
+        seen = torch.stack([g.index_select(0, chosen) for g, chosen in zip(grad, basis, strict=True)]).float()
+        # a gradient that is not usable in coordinates that are not seen is none either: the kernels refuse NaN
+        return seen.masked_fill_(~(torch.linalg.vector_norm(grad, torch.inf) <= MAX_GRADIENT), torch.nan)
     if grad.dtype == basis.dtype == torch.float32:
         return basis.mT @ grad
     b, d, length = grad.shape
