@@ -108,14 +108,11 @@ class GaLoreAdamW(TacoAdamW):
         matmul: str = _defaults.matmul,
         **options: Any,
     ) -> None:
-        if state not in STATES:
-            raise ValueError(f"state={state!r} is not known: choose {' or '.join(STATES)}.")
         given = locals()
-        own = {key: given[key] for key in OWN_OPTIONS}
-        _check_options(own, matmul=matmul)
+        own = _checked({"state": state, **{key: given[key] for key in OWN_OPTIONS}}, matmul=matmul)
         self.matmul = matmul
         self._slots: dict[int, int] = {}
-        super().__init__(params, lr, betas, eps, weight_decay, more_defaults={"state": state, **own}, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, more_defaults=own, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "matmul": self.matmul}
@@ -132,7 +129,7 @@ class GaLoreAdamW(TacoAdamW):
         super().add_param_group(param_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        _check_options(group)
+        group.update(_checked(group))
         super()._check_group({**group, "treatment": "auto"} if group["treatment"] == "where it saves" else group)
         if group["treatment"] == "projected":
             for i, p in enumerate(group["params"]):
@@ -316,6 +313,10 @@ def _flat(state: dict) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if key.startswith("exp_avg")}
 
 
-def _check_options(group: dict[str, Any], **more: Any) -> None:
-    """Raise ValueError for an option that is wrong, with the sentence of ``GaLoreOptions``."""
-    parse_options(GaLoreOptions, {**{key: group[key] for key in OWN_OPTIONS}, **more}, strategy="GaLoreAdamW")
+def _checked(group: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """``state`` and the options of a group, with their own types where they were given as text; raises ValueError for
+    one that is wrong, with the sentence of ``GaLoreOptions``."""
+    if group["state"] not in STATES:
+        raise ValueError(f"state={group['state']!r} is not known: choose {' or '.join(STATES)}.")
+    options = parse_options(GaLoreOptions, {**{key: group[key] for key in OWN_OPTIONS}, **more}, strategy="GaLoreAdamW")
+    return {"state": group["state"], **{key: getattr(options, key) for key in OWN_OPTIONS}}
