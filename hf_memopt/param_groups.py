@@ -15,16 +15,16 @@ projected   in a subspace, fp32 or ternary            GaLore only: linear layers
 ``build_param_groups`` adds what only the model knows: names, the Trainer's decay and no-decay sets, embeddings, and
 ``optim_target_modules``. That setting has one meaning here, the one transformers gives it elsewhere: a string is a
 regular expression that must match a module's whole name; a list holds parts of module names (any module whose name
-contains one of them); ``all-linear`` is every ``nn.Linear`` and GPT-2 style ``Conv1D``, the output head included.
-Ternary are then the matrices directly in matching modules; everything else keeps fp32 moments. For GaLore it says what
-is projected; without it that is every linear layer but the output head.
+contains one of them) and such regular expressions; ``all-linear`` is every ``nn.Linear`` and GPT-2 style ``Conv1D``,
+the output head included. Ternary are then the matrices directly in matching modules; everything else keeps fp32
+moments. For GaLore it says what is projected; without it that is every linear layer but the output head.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -248,8 +248,8 @@ def _targeted_parameters(model: nn.Module, target_modules: str | Iterable[str]) 
     if missing:
         raise ValueError(
             f"optim_target_modules: {', '.join(map(repr, missing))} matches no module with a trainable matrix "
-            "(a string is a regular expression for a module's whole name, a list holds parts of names, "
-            f"'{ALL_LINEAR}' stands alone); "
+            "(a string is a regular expression for a module's whole name, a list holds parts of names or such "
+            f"expressions, '{ALL_LINEAR}' stands alone); "
             f"modules of this model are for example {', '.join(map(repr, _example_names(model)))}."
         )
     return found
@@ -272,7 +272,15 @@ def _matchers(target_modules: str | Iterable[str]) -> dict:
         raise ValueError(
             f"optim_target_modules must be a string or a list of parts of module names, got {target_modules!r}."
         )
-    return {part: (lambda name, module, part=part: part in name) for part in parts}
+    return {part: _part_matcher(part) for part in parts}
+
+
+def _part_matcher(part: str) -> Callable[[str, nn.Module], bool]:
+    try:
+        pattern = re.compile(part)
+    except re.error:  # as a part of a name it may still occur
+        return lambda name, module: part in name
+    return lambda name, module: part in name or pattern.fullmatch(name) is not None
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -190,6 +190,18 @@ def test_a_list_holds_parts_of_module_names():
     }
 
 
+def test_a_list_holds_regular_expressions_too():
+    """As transformers' documentation of GaLore writes them."""
+    model = llama(tied=False)
+    documented = ternary_names(model, [r".*.attn.*", r".*.mlp.*"])
+    assert documented == ternary_names(model, ["self_attn", "mlp"]) and documented
+    assert ternary_names(model, [r"model\.layers\.\d+\.mlp\.up_proj", "lm_head"]) == {"lm_head.weight"} | {
+        f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)
+    }
+    with pytest.raises(ValueError, match="matches no module"):  # the whole name, not the beginning of one
+        build_param_groups(model, weight_decay=0, no_decay=[], target_modules=[r"model\.layers\.\d+\.ml"])
+
+
 @pytest.mark.parametrize("spelling", ["all-linear", "all_linear"])
 def test_all_linear(spelling):
     model = llama(tied=False)
@@ -220,9 +232,7 @@ def test_small_matrices_in_a_target_stay_dense():
 
 @pytest.mark.parametrize("target", [r"nothing", ["q_proj", "nothing"], ["norm"], ["all-linear"]], ids=str)
 def test_a_pattern_that_matches_no_matrix_is_an_error(target):
-    with pytest.raises(
-        ValueError, match="optim_target_modules: .* matches no module with a trainable matrix .*q_proj"
-    ):
+    with pytest.raises(ValueError, match="optim_target_modules: .* matches no module with a trainable matrix .*q_proj"):
         build_param_groups(llama(tied=True), weight_decay=0, no_decay=[], target_modules=target)
 
 
