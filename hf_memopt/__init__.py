@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .codecs.projected import Projection
     from .integrations.callbacks import MemoptCallback, MemoryReportCallback
     from .integrations.checkpoints import last_complete_checkpoint
+    from .integrations.replace_galore import replace_builtin_galore
     from .integrations.trainer import optimizer_cls_and_kwargs
     from .optim import GaLoreAdamW, Taco, TacoAdamW, import_adamw_state
     from .optim.report import MemoryReport
@@ -42,6 +43,7 @@ _HOMES = {
     "last_complete_checkpoint": ".integrations.checkpoints",
     "optimizer_cls_and_kwargs": ".integrations.trainer",
     "parse_options": ".options",
+    "replace_builtin_galore": ".integrations.replace_galore",
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "list_optimizers",
     "optimizer_cls_and_kwargs",
     "parse_options",
+    "replace_builtin_galore",
 ]
 
 

@@ -68,6 +68,11 @@ def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
     return spec
 
 
+def unregister_optimizer(name: str) -> None:
+    """Take ``name`` out of the table, if it is there; it means again what it meant before."""
+    _specs.pop(name, None)
+
+
 def get_optimizer(name: str) -> OptimizerSpec:
     """The entry of ``name``.
 

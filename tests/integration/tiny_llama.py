@@ -61,8 +61,12 @@ def snapshot(t: Trainer) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of ``t`` as one flat dict of tensors."""
     flat = {f"weight.{name}": p.detach().clone() for name, p in t.model.named_parameters()}
     for index, state in inner(t.optimizer).state_dict()["state"].items():
-        flat.update({f"state.{index}.{key}": torch.as_tensor(value).clone() for key, value in state.items()})
+        flat.update({f"state.{index}.{key}": _tensor(value) for key, value in state.items()})
     return flat
+
+
+def _tensor(value) -> torch.Tensor:
+    return torch.as_tensor(list(value.encode()) if isinstance(value, str) else value).clone()
 
 
 def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
