@@ -47,7 +47,11 @@ def singular(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         g = g.float()
         usable.append(g.isfinite().all() & (g != 0).any())
         if truth(usable[-1]):
-            best = torch.linalg.svd(g, full_matrices=False).U[:, : basis.shape[2]]
+            # of the parameter as it lies in memory, as in galore-torch: the signs of the vectors depend on it
+            if g.stride(-1) == 1:
+                best = torch.linalg.svd(g, full_matrices=False).U[:, : basis.shape[2]]
+            else:
+                best = torch.linalg.svd(g.mT, full_matrices=False).Vh.mT[:, : basis.shape[2]]
             count = best.shape[1]
             if count < basis.shape[2]:
                 found[matrix] = torch.linalg.qr(torch.cat([best, found[matrix]], dim=1)).Q[:, : basis.shape[2]]
