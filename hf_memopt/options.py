@@ -138,9 +138,9 @@ class GaLoreOptions(CommonOptions):
     update_proj_gap: int = 200
     scale: float = 1.0
     proj_type: Literal["std", "reverse_std", "left", "right"] = "std"
-    refresh: Literal["subspace", "svd", "select", "random"] = "subspace"
+    refresh: Literal["subspace", "svd", "select", "random"] = "select"
     transport: Literal["moments", "none"] = "moments"
-    residual: Literal["none", "fira", "sign"] = "none"
+    residual: Literal["none", "fira", "sign"] = "fira"
     residual_scale: float = 1.0
     stagger: bool = True
     adaptive: bool = False
@@ -166,7 +166,6 @@ class GaLoreTacoOptions(GaLoreOptions):
 
     strategy: ClassVar[str] = "galore_taco_adamw"
 
-    refresh: Literal["subspace", "svd", "select", "random"] = "select"
     dense_embeddings: bool = False
 
 

@@ -5,9 +5,11 @@ The momentum is a vector in the old subspace, the new one holds its projection: 
     m <- C m
 
 The second moment is elementwise, so it does not follow a rotation by itself. LDAdam's estimate takes the coordinates'
-variances for uncorrelated: on bias-corrected moments, o elementwise,
+variances for uncorrelated. It gives a direction that the old basis did not hold no second moment, and its first steps
+would be several times too long, since the bias correction is that of an old moment; such a direction, by the share that
+is new, is given the mean of the old ones. On bias-corrected moments, o elementwise,
 
-    v <- | (C o C)(v - m o m) + (C m) o (C m) |
+    v <- | (C o C)(v - m o m) + (C m) o (C m) | + (1 - sum_k C_ik^2) mean_k v_k
 
 What the new subspace cannot hold of the momentum, m - C^T C m in old coordinates, is lost with it. ``none`` keeps the
 numbers and lets them mean the new basis, as the paper does.
@@ -28,7 +30,10 @@ def transport(m: Tensor, v: Tensor, change: Tensor, bias1: float, bias2: float) 
     """
     m_hat = m / bias1
     new_m = change @ m_hat
-    new_v = ((change * change) @ (v / bias2 - m_hat * m_hat) + new_m * new_m).abs()
+    v_hat, squares = v / bias2, change * change
+    new_v = (squares @ (v_hat - m_hat * m_hat) + new_m * new_m).abs()
+    unseen = (1.0 - squares.sum(dim=2, keepdim=True)).clamp(min=0.0)
+    new_v += unseen * v_hat.mean(dim=1, keepdim=True)
     return new_m * bias1, new_v * bias2
 
 

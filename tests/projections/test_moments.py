@@ -34,7 +34,8 @@ def bias(steps: int = 3) -> list[float]:
 
 @pytest.mark.parametrize("b, d, r, length", [(1, 9, 4, 7), (2, 6, 6, 3), (3, 5, 1, 2)])
 def test_the_formula_by_loops(b, d, r, length):
-    """In double: m_i <- sum_j C_ij m_j; v_i <- |sum_j C_ij^2 (v_j - m_j^2) + (sum_j C_ij m_j)^2| of corrected ones."""
+    """In double: m_i <- sum_j C_ij m_j; v_i <- |sum_j C_ij^2 (v_j - m_j^2) + (sum_j C_ij m_j)^2| of corrected ones, and
+    the mean of all v by the share of direction i that is new."""
     m, v = moments(b, r, length)
     c = change_of_basis(basis(b, d, r, 1), basis(b, d, r, 2))
     bias1, bias2 = bias()
@@ -47,10 +48,12 @@ def test_the_formula_by_loops(b, d, r, length):
                 row = [float(c[k, i, j]) for j in range(r)]
                 expected_m = math.fsum(row[j] * m_hat[j] for j in range(r))
                 terms = [row[j] ** 2 * (v_hat[j] - m_hat[j] ** 2) for j in range(r)]
-                expected_v = abs(math.fsum(terms) + expected_m**2)
+                unseen = max(0.0, 1 - math.fsum(c_ij**2 for c_ij in row))
+                mean = math.fsum(v_hat) / r
+                expected_v = abs(math.fsum(terms) + expected_m**2) + unseen * mean
                 # r + 4 operations an entry, relative to the sum of magnitudes; v squares m's error
                 size_m = math.fsum(abs(row[j] * m_hat[j]) for j in range(r))
-                size_v = math.fsum(row[j] ** 2 * (v_hat[j] + m_hat[j] ** 2) for j in range(r)) + size_m**2
+                size_v = math.fsum(row[j] ** 2 * (v_hat[j] + m_hat[j] ** 2) for j in range(r)) + size_m**2 + mean
                 assert abs(new_m[k, i, x].item() - expected_m * bias1) <= (r + 4) * E * size_m * bias1
                 assert abs(new_v[k, i, x].item() - expected_v * bias2) <= 2 * (r + 6) * E * size_v * bias2
 

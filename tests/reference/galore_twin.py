@@ -2,7 +2,8 @@
 
 It shares nothing with the package. Beside each exact number stands how far a correct single-precision computation may
 be from it: every operation is off by at most ``E`` relative, a sum of n products by (n + 1) E of the sum of magnitudes,
-and errors go on to first order. The equations (P basis d x r, G gradient d x L, R and moments r x L, t the step from 1):
+and errors go on to first order. The equations, with P the basis d x r, G the gradient d x L, R and the moments r x L, t
+the step from 1:
 
     R   = P^T G                                 negated for the moments when maximizing
     m   = b1 m + (1 - b1) R                     v = b2 v + (1 - b2) R^2
@@ -57,7 +58,8 @@ def random_basis(d: int, columns: list[int], signs: list[float]) -> Tensor:
     rows = []
     for i in range(d):
         size = [math.sqrt((1 if c == 0 else 2) / d) for c in columns]
-        rows.append([signs[i] * s * math.cos(math.pi * (2 * i + 1) * c / (2 * d)) for s, c in zip(size, columns)])  # noqa: B905
+        angle = [math.pi * (2 * i + 1) * c / (2 * d) for c in columns]
+        rows.append([signs[i] * s * math.cos(a) for s, a in zip(size, angle, strict=True)])
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -92,6 +94,11 @@ def transported(m: Near, v: Near, new: Tensor, old: Tensor, step: int, betas: tu
     new_v = (squares @ (v_hat - m_hat**2) + moved**2).abs()
     v_error = (r + 8) * E * (squares @ size) + 2 * (c.abs() * c_error) @ size
     v_error = v_error + 2.1 * moved.abs() * moved_error + moved_error**2 + 8 * E * (new_v + moved**2)
+    mean, unseen = v_hat.mean(dim=0, keepdim=True), (1 - squares.sum(dim=1, keepdim=True)).clamp(min=0)
+    unseen_error = (r + 4) * E + 2.1 * (c.abs() * c_error).sum(dim=1, keepdim=True)
+    v_error = v_error + (unseen_error + (r + 8) * E * unseen) * mean
+    v_error = v_error + unseen * (v.error / bias2).mean(dim=0, keepdim=True) if torch.is_tensor(v.error) else v_error
+    new_v = new_v + unseen * mean
     return Near(moved * bias1, moved_error * bias1), Near(new_v * bias2, v_error * bias2)
 
 
