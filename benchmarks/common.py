@@ -32,8 +32,8 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 
 def storage_bytes(value: Any) -> int:
-    """Bytes of every distinct storage among the tensors nested in `value`; a view counts as the whole storage that it
-    keeps alive."""
+    """Bytes of every distinct storage among the tensors nested in `value`, attributes of objects (GaLore's projectors)
+    included; a view counts as the whole storage that it keeps alive."""
     seen: dict[int, int] = {}
 
     def walk(item: Any) -> None:
@@ -52,6 +52,8 @@ def storage_bytes(value: Any) -> int:
         elif isinstance(item, (list, tuple)):
             for part in item:
                 walk(part)
+        elif hasattr(item, "__dict__") and not isinstance(item, type):
+            walk(vars(item))
 
     walk(value)
     return sum(seen.values())
@@ -63,11 +65,14 @@ def state_bytes(optimizer: Any) -> int:
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    """What each parameter group was trained with: its number of weights, its learning rate before the schedule, and
-    every other setting that is a number, a flag or a text."""
+    """What each parameter group was trained with: its number of weights, the bytes of its state, its learning rate
+    before the schedule, and every other setting that is a number, a flag or a text."""
     groups = []
     for group in optimizer.param_groups:
-        found: dict[str, Any] = {"parameters": sum(p.numel() for p in group["params"])}
+        found: dict[str, Any] = {
+            "parameters": sum(p.numel() for p in group["params"]),
+            "state_bytes": storage_bytes([optimizer.state.get(p) for p in group["params"]]),
+        }
         for key, value in group.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
@@ -128,7 +133,8 @@ def source_digest() -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao"):
+    known = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "galore-torch", "apollo-torch")
+    for name in known:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

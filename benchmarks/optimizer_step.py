@@ -74,7 +74,7 @@ class Subject:
     def warm_up(self) -> None:
         self.first_seconds, *rest = (self.step() for _ in range(WARM_UP))
         self.steady_seconds = min(rest)
-        self.bytes = common.storage_bytes(plain(dict(self.optimizer.state)))
+        self.bytes = common.state_bytes(self.optimizer)
 
     def round(self) -> None:
         self.seconds.append(self.step())
@@ -94,17 +94,6 @@ class Copy:
         start = time.perf_counter()
         self.target.copy_(self.source)
         self.seconds.append(time.perf_counter() - start)
-
-
-def plain(value: Any) -> Any:
-    """The same with every object (GaLore's projectors) as the dictionary of its attributes, for `storage_bytes`."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, dict):
-        return {i: plain(v) for i, v in enumerate(value.values())}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return plain(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else None
 
 
 def resident_bytes() -> int:

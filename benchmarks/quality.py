@@ -28,6 +28,7 @@ import tempfile
 from typing import Any
 
 from benchmarks.common import RESULTS, write_json
+from benchmarks.peers import APOLLO_TORCH, SGD_MOMENTUM, optimizer_arguments
 
 # A further task is a further module with the same names as sotu_lm. `evaluate` gives the figure, or a dict with the
 # figure under FIGURE and further ones; a `collate` of its own is for rows of unequal length.
@@ -36,7 +37,6 @@ TASKS = {
     "reviews-cls": "benchmarks.reviews_cls",
     "llama-pretrain": "benchmarks.llama_pretrain",
 }
-SGD_MOMENTUM = "sgd-momentum"
 GRIDS: dict[str, dict[str, tuple[float, float, float]]] = {
     # scaled like AdamW's updates, but not averaged by a first moment: the same rates or smaller ones
     "adafactor": {
@@ -50,6 +50,15 @@ GRIDS: dict[str, dict[str, tuple[float, float, float]]] = {
         "reviews-cls": (1e-2, 3e-2, 1e-1),
         "llama-pretrain": (1e-1, 3e-1, 1.0),
     },
+    # the channels of an update are scaled by norms over rank numbers instead of a whole row: half as long at rank 1/4
+    **dict.fromkeys(
+        ("apollo_adamw", APOLLO_TORCH),
+        {
+            "sotu-lm": (6e-5, 2e-4, 6e-4),
+            "reviews-cls": (6e-5, 2e-4, 6e-4),
+            "llama-pretrain": (2e-3, 4e-3, 8e-3),
+        },
+    ),
     # the rate is that of its AdamW part; how much more its one-sparse updates take is an option of its own
     "taco": {
         "sotu-lm": (3e-5, 1e-4, 3e-4),
@@ -94,20 +103,6 @@ def rates(optim: str, task: Any) -> tuple[float, ...]:
     return GRIDS.get(optim, {}).get(task.NAME, task.LEARNING_RATES)
 
 
-def optimizer_arguments(given: argparse.Namespace) -> dict[str, Any]:
-    """What names the optimizer to the Trainer: arguments of TrainingArguments, and of Trainer under "trainer"."""
-    if given.optim != SGD_MOMENTUM:
-        optim_args = with_seed(given.optim, given.optim_args, given.seed)
-        return {"optim": given.optim, "optim_args": optim_args or None, "trainer": {}}
-    import torch
-
-    # Not optim="sgd" with optim_args: transformers before 5 ignores them there, and that SGD has no momentum.
-    if given.optim_args:
-        raise ValueError(f"{SGD_MOMENTUM} takes no --optim-args: its momentum is 0.9.")
-    chosen = (torch.optim.SGD, {"lr": given.lr, "momentum": 0.9})
-    return {"optim": "sgd", "optim_args": None, "trainer": {"optimizer_cls_and_kwargs": chosen}}
-
-
 def measured(task: Any, found: float | dict[str, float]) -> tuple[float, dict[str, float]]:
     """(the task's figure, further figures) of what its `evaluate` gave."""
     if not isinstance(found, dict):
@@ -131,9 +126,10 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.embedding_lr import trainer_class
 
     task = importlib.import_module(TASKS[given.task])
-    chosen = optimizer_arguments(given)
-    for_trainer = chosen.pop("trainer")
     model = task.load_model(getattr(torch, given.dtype), given.seed)
+    optim_args = with_seed(given.optim, given.optim_args, given.seed)
+    chosen = optimizer_arguments(given.optim, optim_args, lr=given.lr, beta1=given.beta1, model=model)
+    for_trainer = chosen.pop("trainer")
     steps = given.steps or task.STEPS
     before, more_before = measured(task, task.evaluate_before(model))
     fixed = task.training_arguments(steps)
@@ -190,7 +186,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         ),
         "optim": given.optim,
         "optimizer_class": f"{type(inner).__module__}.{type(inner).__qualname__}",
-        "optim_args": chosen["optim_args"] or "",
+        "optim_args": optim_args,
         "param_groups": common.hyperparameters(inner),
         "kernel": inner.kernel_name() if hasattr(inner, "kernel_name") else None,
         "lr": given.lr,
