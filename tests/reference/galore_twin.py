@@ -55,12 +55,10 @@ class Rule:
 
 def random_basis(d: int, columns: list[int], signs: list[float]) -> Tensor:
     """These columns of the cosine transform, its rows with signs, by the formula."""
-    rows = []
-    for i in range(d):
-        size = [math.sqrt((1 if c == 0 else 2) / d) for c in columns]
-        angle = [math.pi * (2 * i + 1) * c / (2 * d) for c in columns]
-        rows.append([signs[i] * s * math.cos(a) for s, a in zip(size, angle, strict=True)])
-    return torch.tensor(rows, dtype=torch.float64)
+    c = torch.tensor(columns, dtype=torch.float64)
+    size = ((2 - (c == 0).double()) / d).sqrt()
+    row = torch.arange(d, dtype=torch.float64)[:, None]
+    return torch.tensor(signs, dtype=torch.float64)[:, None] * size * torch.cos(math.pi * (2 * row + 1) * c / (2 * d))
 
 
 def unit_basis(d: int, coordinates: list[int]) -> Tensor:
