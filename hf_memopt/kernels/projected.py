@@ -58,7 +58,7 @@ def project(grad: Tensor, basis: Tensor) -> Tensor:
     ``basis`` is (b, d, r), then it is computed in its dtype, or int64 numbers (b, r) of coordinates.
     """
     if not basis.is_floating_point():
-        seen = torch.stack([g.index_select(0, chosen) for g, chosen in zip(grad, basis, strict=True)]).float()
+        seen = torch.stack([_chosen_rows(g, chosen) for g, chosen in zip(grad, basis, strict=True)]).float()
         # a gradient that is not usable in coordinates that are not seen is none either: the kernels refuse NaN
         return seen.masked_fill_(~(torch.linalg.vector_norm(grad, torch.inf) <= MAX_GRADIENT), torch.nan)
     if grad.dtype == basis.dtype == torch.float32:
@@ -71,6 +71,13 @@ def project(grad: Tensor, basis: Tensor) -> Tensor:
             part = slice(begin, min(begin + width, length))
             out[matrix, :, part] = basis[matrix].mT @ grad[matrix, :, part].to(basis.dtype)
     return out
+
+
+def _chosen_rows(g: Tensor, chosen: Tensor) -> Tensor:
+    """Those rows of ``g`` (d, L). A transposed view is read along the rows in memory, three times as fast."""
+    if g.stride(0) == 1:
+        return g.t().index_select(1, chosen).t().contiguous()
+    return g.index_select(0, chosen)
 
 
 def direction(
@@ -149,8 +156,9 @@ class _Product:
             inside = inside.to(basis.dtype)
             self.factors = (basis, inside) if space.left else (inside.mT, basis.mT)
             return
-        # coordinates that are not among them read the row of zeros that follows
-        self._inside = torch.nn.functional.pad(inside, (0, 0, 0, 1))
+        # coordinates that are not among them read the row, or column, of zeros that follows
+        more = (0, 0, 0, 1) if space.left else (0, 1)
+        self._inside = torch.nn.functional.pad(inside if space.left else inside.t().contiguous(), more)
         self._place = torch.full((space.dimension,), space.rank, device=basis.device)
         self._place[basis] = torch.arange(space.rank, device=basis.device)
 
@@ -160,7 +168,7 @@ class _Product:
             return (self.factors[0][rows] @ self.factors[1]).float()
         if self._left:
             return self._inside.index_select(0, self._place[rows])
-        return self._inside[:, rows].index_select(0, self._place).t().contiguous()
+        return self._inside[rows].index_select(1, self._place)
 
 
 class _Writer:
