@@ -60,7 +60,9 @@ def project(grad: Tensor, basis: Tensor) -> Tensor:
     if not basis.is_floating_point():
         seen = torch.stack([_chosen_rows(g, chosen) for g, chosen in zip(grad, basis, strict=True)]).float()
         # a gradient that is not usable in coordinates that are not seen is none either: the kernels refuse NaN
-        return seen.masked_fill_(~(torch.linalg.vector_norm(grad, torch.inf) <= MAX_GRADIENT), torch.nan)
+        # (aminmax takes a tenth of the time of a norm, but only along the rows in memory)
+        smallest, largest = torch.aminmax(grad if grad.stride(-1) == 1 else grad.mT)
+        return seen.masked_fill_(~((smallest >= -MAX_GRADIENT) & (largest <= MAX_GRADIENT)), torch.nan)
     if grad.dtype == basis.dtype == torch.float32:
         return basis.mT @ grad
     b, d, length = grad.shape
