@@ -89,11 +89,9 @@ SUBJECTS: dict[str, Built] = {
     "apollo-torch": _apollo,
     "fp32, subspace": _ours(refresh="subspace"),
     "fp32, subspace, fira": _ours(refresh="subspace", residual="fira"),
-    "fp32, subspace, sign": _ours(refresh="subspace", residual="sign"),
     "fp32, select": _ours(refresh="select"),
     "fp32, select, fira": _ours(refresh="select", residual="fira"),
     "fp32, random": _ours(refresh="random"),
-    "ternary, subspace": _ours(refresh="subspace", state="ternary"),
     "ternary, select": _ours(refresh="select", state="ternary"),
     "ternary, select, fira": _ours(refresh="select", residual="fira", state="ternary"),
 }
