@@ -34,6 +34,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..projections.geometry import Subspace
 from .scalars import GOLDEN, MAX_GRADIENT, StepScalars, mix32
@@ -256,7 +257,7 @@ def matmul_dtype(choice: str, grad: Tensor) -> torch.dtype:
     """The dtype of the two products for a gradient; ``choice`` is ``GaLoreOptions.matmul``."""
     if choice != "auto":
         return getattr(torch, choice)
-    fast = grad.device.type == "cpu" and grad.dtype == torch.float32 and _cpu_multiplies_bfloat16()
+    fast = _on_cpu(grad) and grad.dtype == torch.float32 and _cpu_multiplies_bfloat16()
     return torch.bfloat16 if fast or grad.dtype == torch.bfloat16 else torch.float32
 
 
@@ -269,7 +270,12 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 def strip_elements(like: Tensor) -> int:
     """How many elements are worked on at once: what fits into a CPU's cache, on a GPU what keeps it busy."""
-    return 1 << 19 if like.device.type == "cpu" else 1 << 22
+    return 1 << 19 if _on_cpu(like) else 1 << 22
+
+
+def _on_cpu(t: Tensor) -> bool:
+    # a simulation counts what a GPU would do
+    return t.device.type == "cpu" and not isinstance(t, FakeTensor)
 
 
 def _strips(w: Tensor) -> Iterator[slice]:

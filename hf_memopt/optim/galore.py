@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..codecs.base import Codec, parts, write
 from ..codecs.projected import STATES, Projection
@@ -195,7 +196,8 @@ class GaLoreAdamW(TacoAdamW):
         space, codecs = projection.space(p.shape), projection.codecs(p.shape)
         dtype = projected.matmul_dtype(self.matmul, p.grad)
         step = int(state["step"]) + 1
-        if step >= state["refresh_at"]:
+        # a simulation is asked for the highest step, and that one refreshes
+        if step >= state["refresh_at"] or isinstance(p, FakeTensor):
             self._refresh(group, p, state, space, codecs, step)
         basis = self._basis(group, p, state, space, codecs, dtype)
         low_grad = projected.project(space.view(p.grad), basis)
