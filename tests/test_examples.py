@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
+import hf_memopt
 from tests.assets import needs_assets
 from tools.demo_assets import demo_dir
 
@@ -38,6 +40,14 @@ def test_example_trains(path, tmp_path):
     before, after = map(float, re.search(r"held-out loss: ([\d.]+) -> ([\d.]+) in 3 steps", out).groups())
     assert 1 < after < before < 10
     assert "tokenising the training texts: 100%" in err, "what takes seconds shows that it is at work"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_a_configuration_is_its_strategys_and_its_options_exist(path):
+    given = yaml.safe_load(path.read_text(encoding="utf8"))
+    spec = hf_memopt.get_optimizer(given["optim"])
+    assert spec.options.strategy == path.stem
+    hf_memopt.parse_options(spec.options, given["optim_args"], strategy=spec.name, preset=spec.preset)
 
 
 @needs_assets
