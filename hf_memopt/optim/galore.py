@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..codecs.base import Codec, parts, write
 from ..codecs.projected import STATES, Projection
 from ..kernels import projected, reference
-from ..kernels.scalars import StepScalars, bias_correction, mix32, parameter_key
+from ..kernels.scalars import MAX_GRADIENT, StepScalars, bias_correction, mix32, parameter_key
 from ..options import GaLoreOptions, parse_options
 from ..param_groups import Treatment, decide
 from ..projections import basis as bases
@@ -241,18 +241,20 @@ class GaLoreAdamW(TacoAdamW):
     ) -> None:
         """Find a new subspace, let the moments follow, and say when the next one is due."""
         old = self._basis(group, p, state, space, codecs, torch.float32).clone()  # what is stored is overwritten
-        if group["refresh"] == "random":
-            state["refreshes"] += 1
-            usable = torch.ones(space.matrices, dtype=torch.bool, device=p.device)
-        else:
-            found, usable = FIND[group["refresh"]](space.view(p.grad), old)
-            if not bases.truth(usable.all()):
-                logger.warning(
-                    "The subspace of %s stays as it is: its gradient is zero or not finite at a refresh.", self._name(p)
-                )
-                if not bases.truth(usable.any()):
-                    return  # it is still due
-            state["refreshes"] += 1
+        found, usable = None, torch.linalg.vector_norm(p.grad, torch.inf) <= MAX_GRADIENT  # else the step is refused
+        if bases.truth(usable):
+            if group["refresh"] == "random":
+                usable = usable.expand(space.matrices)
+            else:
+                found, usable = FIND[group["refresh"]](space.view(p.grad), old)
+        if not bases.truth(usable.all()):
+            logger.warning(
+                "The subspace of %s stays as it is: its gradient is zero or not finite at a refresh.", self._name(p)
+            )
+            if not bases.truth(usable.any()):
+                return  # it is still due
+        state["refreshes"] += 1
+        if found is not None:
             write("projector", state, codecs["projector"].encode(found))
         new = self._basis(group, p, state, space, codecs, torch.float32)
         change = change_of_basis(new, old)
