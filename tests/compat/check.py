@@ -132,6 +132,47 @@ def taco(tmp: Path) -> None:
     assert differences(snapshot(straight), snapshot(again)) == []
 
 
+def galore(tmp: Path) -> None:
+    settings = {"optim": "memopt_galore_adamw", "optim_args": "rank=16,update_proj_gap=3,refresh=subspace"}
+    settings["optim_target_modules"] = [r".*.attn.*", r".*.mlp.*"]
+    plain = trainer(tmp / "plain", **settings, weight_decay=0.3, max_grad_norm=1e9)
+    plain.train()
+    groups = inner(plain.optimizer).param_groups
+    projected = {name for g in groups if g["treatment"] == "projected" for name in g["param_names"]}
+    assert projected == {n for n, _ in plain.model.named_parameters() if "attn" in n or "mlp" in n}
+    assert {g["weight_decay"] for g in groups} == {0.0, 0.3}
+    again = trainer(tmp / "plain", **settings, weight_decay=0.3, max_grad_norm=1e9)
+    again.train(resume_from_checkpoint=str(tmp / "plain" / "checkpoint-2"))
+    assert differences(snapshot(plain), snapshot(again)) == []
+
+
+def galore_layerwise(tmp: Path) -> None:
+    settings = {"optim_args": "rank=16,update_proj_gap=3,refresh=subspace", "lr_scheduler_type": "cosine"}
+    plain = trainer(tmp / "plain", optim="memopt_galore_adamw", **settings, save_strategy="no", max_grad_norm=1e9)
+    ours = trainer(tmp / "ours", optim="memopt_galore_adamw_layerwise", **settings, max_grad_norm=0.0)
+    plain.train()
+    ours.train()
+    assert differences(snapshot(plain), snapshot(ours)) == []
+    for key, tolerance in (("grad_norm", 1e-4), ("learning_rate", 0.0)):
+        logged = [[e[key] for e in t.state.log_history if key in e] for t in (plain, ours)]
+        assert len(logged[0]) == 6 and all(abs(a - b) <= tolerance * a for a, b in zip(*logged, strict=True))
+    again = trainer(tmp / "ours", optim="memopt_galore_adamw_layerwise", **settings, max_grad_norm=0.0)
+    again.train(resume_from_checkpoint=str(tmp / "ours" / "checkpoint-4"))
+    assert differences(snapshot(ours), snapshot(again)) == []
+
+
+def replaced_galore(tmp: Path) -> None:
+    """transformers' own names, without galore-torch."""
+    settings = {"optim_args": "rank=16, update_proj_gap=3", "optim_target_modules": ["attn", "mlp"]}
+    with hf_memopt.replace_builtin_galore():
+        for optim, state in (("galore_adamw", "fp32"), ("galore_adamw_8bit_layerwise", "ternary")):
+            clip = 0.0 if optim.endswith("layerwise") else 1.0
+            t = trainer(tmp / optim, optim=optim, **settings, max_grad_norm=clip, save_strategy="no")
+            t.train()
+            (group,) = (g for g in inner(t.optimizer).param_groups if g["treatment"] == "projected")
+            assert [group[key] for key in ("rank", "update_proj_gap", "scale", "state")] == [16, 3, 0.25, state]
+
+
 CHECKS = [
     names,
     command_line,
@@ -145,6 +186,9 @@ CHECKS = [
     fallback,
     update_in_backward,
     taco,
+    galore,
+    galore_layerwise,
+    replaced_galore,
 ]
 
 
