@@ -184,14 +184,14 @@ CASES = list(itertools.product(["fp32", "ternary"], ["moments", "none"], ["none"
 
 @pytest.mark.parametrize("state, transport, residual, refresh", CASES, ids=["-".join(case) for case in CASES])
 def test_against_the_twin(state, transport, residual, refresh):
-    """Four steps with two refreshes, on every side of every shape; decay, scale and residual_scale away from 1."""
+    """Three steps with two refreshes, on every side of every shape; decay, scale and residual_scale away from 1."""
     options = {"state": state, "transport": transport, "residual": residual, "refresh": refresh}
     for number, (shape, proj_type) in enumerate(itertools.product(SHAPES, PROJ_TYPES)):
         p = parameter(*shape)
         more = {"weight_decay": 0.1, "scale": 0.7, "residual_scale": 0.6, "maximize": number % 2 == 1, "seed": number}
         more["projector"] = "float32" if number % 3 == 1 else "int8"
         watched = Watched(galore(p, proj_type=proj_type, **options, **more), p)
-        for t in range(4):
+        for t in range(3):
             watched.step(randn(*shape, seed=100 * number + t))
 
 
@@ -279,18 +279,20 @@ class TestTransport:
 
 class TestGradientsOfNoUse:
     @pytest.mark.parametrize("state", ["fp32", "ternary"])
-    @pytest.mark.parametrize("refresh", ["subspace", "svd", "select"])
-    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-    def test_not_finite_at_a_refresh(self, caplog, bad, refresh, state):
-        """Nothing changes but the count; the very next step refreshes."""
-        p = parameter(23, 41)
+    @pytest.mark.parametrize("refresh", REFRESH)
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e25])
+    @pytest.mark.parametrize("shape", [(23, 41), (3, 9, 17)], ids=str)
+    def test_not_finite_at_a_refresh(self, caplog, shape, bad, refresh, state):
+        """Nothing changes but the count, not even of experts whose own gradient is finite; the very next step
+        refreshes."""
+        p = parameter(*shape)
         optimizer = galore(p, refresh=refresh, residual="fira", state=state)
         for t in range(2):
-            p.grad = randn(23, 41, seed=t)
+            p.grad = randn(*shape, seed=t)
             optimizer.step()
         before = snapshot(optimizer)
-        p.grad = randn(23, 41, seed=2)
-        p.grad[5, 6] = bad
+        p.grad = randn(*shape, seed=2)
+        p.grad.view(-1)[60] = bad
         with caplog.at_level(logging.WARNING, logger="hf_memopt"):
             optimizer.step()
         assert "The subspace of w stays as it is" in caplog.text
@@ -298,7 +300,7 @@ class TestGradientsOfNoUse:
         after = snapshot(optimizer)
         after[1]["state"][0]["skipped"] = 0
         assert state_equal(before, after)
-        Watched(optimizer, p).step(randn(23, 41, seed=3))
+        Watched(optimizer, p).step(randn(*shape, seed=3))
         assert optimizer.state[p]["refreshes"] == 2
 
     @pytest.mark.parametrize("residual", ["none", "fira", "sign"])
