@@ -115,13 +115,21 @@ def storages(tensors: Iterable[Tensor]) -> int:
 
 
 def our_state(model: nn.Module, name: str, rank: float, refresh: str) -> tuple[int, int]:
-    """Bytes of the state of projected matrices, and of everything else, in buffers that the optimizer makes."""
+    """Bytes of the state of projected matrices, and of everything else, in buffers that the optimizer makes.
+
+    Of parameters of one group and shape, one has its state made: the buffers of the others are as large.
+    """
     optimizer = our_optimizer(model, name, rank, refresh)
-    projected, others = [], []
+    projected, others, known = 0, 0, {}
     for group, _, p in optimizer.named_params():
-        state = [value for value in optimizer.state_of(group, p).values() if torch.is_tensor(value)]
-        (projected if group["treatment"] == "projected" else others).extend(state)
-    return storages(projected), storages(others)
+        kind = id(group), p.shape
+        if kind not in known:
+            known[kind] = storages(value for value in optimizer.state_of(group, p).values() if torch.is_tensor(value))
+        if group["treatment"] == "projected":
+            projected += known[kind]
+        else:
+            others += known[kind]
+    return projected, others
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_a_quarter_is_the_papers_rank(found):
 
 @pytest.mark.parametrize(("name", "refresh"), galore_state.OURS)
 def test_buffers_on_the_meta_device_are_those_of_a_training(name, refresh):
-    small = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 1}
+    small = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
     model = galore_state.llama(**small, num_attention_heads=4)
     counted = galore_state.our_state(model, name, 16, refresh)
     real = model.to_empty(device="cpu").float()
