@@ -15,6 +15,7 @@ from hf_memopt import GaLoreAdamW
 
 NAMES = ("memopt_galore_adamw", "galore_taco_adamw")
 ALL_NAMES = (*NAMES, *(f"{name}_layerwise" for name in NAMES))
+BOTH_WAYS = (ALL_NAMES[0], ALL_NAMES[3])  # where the moments make no difference
 OPTIONS = {"rank": 16, "update_proj_gap": 3, "scale": 1.0, "refresh": "subspace", "residual": "none"}
 
 
@@ -102,8 +103,11 @@ def test_16_bit_weights_have_moments_that_can_decay(optim, dtype, tmp_path):
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("optim", ALL_NAMES)
+@pytest.mark.parametrize(
+    ("optim", "dtype"),
+    [*((name, torch.bfloat16) for name in ALL_NAMES), (NAMES[0], torch.float32)],
+    ids=str,
+)
 def test_resume_is_bit_equal(optim, dtype, tmp_path):
     """Six steps with refreshes before, at and after the checkpoint."""
     straight = galore(tmp_path, optim, dtype=dtype, options={"residual": "fira"})
@@ -131,7 +135,7 @@ def test_resume_with_the_other_ways_to_a_subspace(refresh, tmp_path):
 # -- what the training arguments ask for -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optim", ALL_NAMES)
+@pytest.mark.parametrize("optim", BOTH_WAYS)
 def test_the_learning_rate_is_adamws(optim, tmp_path):
     """Warm-up and cosine, each step's rate as logged and as every group has it at the end."""
     schedule = {"warmup_steps": 4, "max_steps": 10, "lr_scheduler_type": "cosine", "save_strategy": "no"}
@@ -146,7 +150,7 @@ def test_the_learning_rate_is_adamws(optim, tmp_path):
     }
 
 
-@pytest.mark.parametrize("optim", ALL_NAMES)
+@pytest.mark.parametrize("optim", BOTH_WAYS)
 def test_weight_decay_betas_and_eps_reach_every_group(optim, tmp_path):
     changes = {"weight_decay": 0.3, "learning_rate": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
     ours = galore(tmp_path, optim, **changes)
@@ -304,7 +308,7 @@ def test_a_grad_scaler_skips_the_step(tmp_path):
 # -- what is projected -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optim", ALL_NAMES)
+@pytest.mark.parametrize("optim", NAMES)
 def test_the_start_table_says_what_is_projected_and_what_not(optim, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "hf_memopt"):
         t = galore(tmp_path, optim, max_steps=1, save_strategy="no")
@@ -381,7 +385,7 @@ def test_a_tied_head_is_there_once(tmp_path):
     named.train()
 
 
-@pytest.mark.parametrize("optim", ALL_NAMES)
+@pytest.mark.parametrize("optim", BOTH_WAYS)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
