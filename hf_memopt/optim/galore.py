@@ -37,7 +37,7 @@ from ..options import GaLoreOptions, parse_options
 from ..param_groups import Treatment, decide
 from ..projections import basis as bases
 from ..projections.geometry import Subspace
-from ..projections.moments import change_of_basis, overlap, transport
+from ..projections.moments import change_of_basis, overlap, transport, transport_coordinates
 from .taco_adamw import TacoAdamW
 
 logger = logging.getLogger("hf_memopt")
@@ -257,11 +257,10 @@ class GaLoreAdamW(TacoAdamW):
         if found is not None:
             write("projector", state, codecs["projector"].encode(found))
         new = self._basis(group, p, state, space, codecs, torch.float32)
-        change = change_of_basis(new, old)
         if step > 1 and group["transport"] == "moments":
-            self._transport(group, p, state, space, codecs, change, usable, step)
+            self._transport(group, p, state, space, codecs, new, old, usable, step)
         state["refresh_at"] = self._next_refresh(group, p, step)
-        if group["adaptive"] and group["refresh"] != "random" and bases.truth((overlap(change) >= SETTLED).all()):
+        if group["adaptive"] and group["refresh"] != "random" and bases.truth((overlap(new, old) >= SETTLED).all()):
             state["refresh_at"] += group["update_proj_gap"]
 
     def _transport(
@@ -271,17 +270,22 @@ class GaLoreAdamW(TacoAdamW):
         state: dict,
         space: Subspace,
         codecs: dict[str, Codec],
-        change: Tensor,
+        new: Tensor,
+        old: Tensor,
         usable: Tensor,
         step: int,
     ) -> None:
+        """Let the moments follow from the basis ``old`` to ``new``, for the matrices whose basis is usable."""
         moments = []
         for name in ("exp_avg", "exp_avg_sq"):
             found = codecs[name].decode(parts(codecs[name], name, state, space.low_rank_shape))
             moments.append(found.view(space.matrices, space.rank, space.length))
-        bias = [bias_correction(beta, step - 1) for beta in group["betas"]]
-        moved = transport(*moments, change, *bias)
-        moved = [torch.where(usable[:, None, None], new, old) for new, old in zip(moved, moments, strict=True)]
+        if new.is_floating_point():
+            bias = [bias_correction(beta, step - 1) for beta in group["betas"]]
+            moved = transport(*moments, change_of_basis(new, old), *bias)
+        else:
+            moved = transport_coordinates(*moments, new, old)
+        moved = [torch.where(usable[:, None, None], *both) for both in zip(moved, moments, strict=True)]
         m, v = (moment.reshape(space.low_rank_shape) for moment in moved)
         write("exp_avg", state, codecs["exp_avg"].encode(m))
         more = ()

@@ -17,6 +17,7 @@ numbers and lets them mean the new basis, as the paper does.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -37,13 +38,27 @@ def transport(m: Tensor, v: Tensor, change: Tensor, bias1: float, bias2: float) 
     return new_m * bias1, new_v * bias2
 
 
-def overlap(change: Tensor) -> Tensor:
+def transport_coordinates(m: Tensor, v: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """``transport`` where both bases consist of coordinates, (b, r) int64, rising: what remains keeps its moments."""
+    place, seen = _places(new, old)
+    kept = [moment.gather(1, place[:, :, None].expand_as(moment)) for moment in (m, v)]
+    seen = seen[:, :, None]
+    return torch.where(seen, kept[0], 0.0), torch.where(seen, kept[1], v.mean(dim=1, keepdim=True))
+
+
+def overlap(new: Tensor, old: Tensor) -> Tensor:
     """||C||^2 / r of each matrix, (b,): 1 when both bases span the same subspace, about r / d for unrelated ones."""
-    return change.square().sum(dim=(1, 2)) / change.shape[-1]
+    if not new.is_floating_point():
+        return _places(new, old)[1].float().mean(dim=1)
+    return change_of_basis(new, old).square().sum(dim=(1, 2)) / new.shape[-1]
 
 
 def change_of_basis(new: Tensor, old: Tensor) -> Tensor:
-    """C = P_new^T P_old, (b, r, r) fp32, of two bases (b, d, r), or of two lists of coordinates (b, r)."""
-    if new.is_floating_point():
-        return new.float().mT @ old.float()
-    return (new[:, :, None] == old[:, None, :]).float()
+    """C = P_new^T P_old, (b, r, r) fp32, of two bases (b, d, r)."""
+    return new.float().mT @ old.float()
+
+
+def _places(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each of the coordinates ``new`` is among ``old``, and whether it is there at all."""
+    place = torch.searchsorted(old, new).clamp_(max=old.shape[1] - 1)
+    return place, old.gather(1, place) == new

@@ -15,7 +15,7 @@ from hf_memopt.kernels import projected, reference
 from hf_memopt.kernels.scalars import StepScalars, bias_correction, mix32, parameter_key
 from hf_memopt.optim.galore import FIND, GaLoreAdamW
 from hf_memopt.projections import basis as bases
-from hf_memopt.projections.moments import change_of_basis, transport
+from hf_memopt.projections.moments import change_of_basis, transport, transport_coordinates
 from tests.cases import parameter, randn
 from tests.conftest import fastest_kernel
 from tests.optim.common import same_bits, snapshot, state_equal
@@ -129,10 +129,13 @@ class Watched:
         shape = self.space.low_rank_shape
         moments = {key: v.clone() for key, v in before.items() if key.startswith("exp_avg")}
         if moves:
-            change = change_of_basis(new, old)
             stored = [self.stored(name, before) for name in ("exp_avg", "exp_avg_sq")]
             bias = [bias_correction(beta, step - 1) for beta in self.group["betas"]]
-            m, v = (x.reshape(shape) for x in transport(*stored, change, *bias))
+            if new.is_floating_point():
+                moved = transport(*stored, change_of_basis(new, old), *bias)
+            else:
+                moved = transport_coordinates(*stored, new, old)
+            m, v = (x.reshape(shape) for x in moved)
             key = mix32(parameter_key(self.group["seed"], "w/subspace") + before["refreshes"] + 1)
             hashes = reference.hash_at(key, torch.arange(shape[0])[:, None], torch.arange(shape[1]))
             first, second = TernaryFirstMoment().encode(m), TernarySecondMoment().encode(v, reference.uniform(hashes))

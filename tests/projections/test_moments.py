@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_memopt.kernels.scalars import bias_correction
-from hf_memopt.projections.moments import change_of_basis, overlap, transport
+from hf_memopt.projections.moments import change_of_basis, overlap, transport, transport_coordinates
 from tests.cases import randn
 from tests.tolerances import E
 
@@ -101,21 +101,28 @@ def test_the_second_moment_stays_above_zero_and_zero_stays_zero():
 
 def test_coordinates():
     """Lists of coordinates are the bases of these unit vectors."""
-    new, old = torch.tensor([[0, 3, 5], [1, 2, 4]]), torch.tensor([[3, 4, 5], [0, 3, 5]])
+    new, old = torch.tensor([[0, 3, 5], [1, 2, 4], [3, 4, 5]]), torch.tensor([[3, 4, 5], [0, 3, 5], [3, 4, 5]])
     unit = torch.eye(6)
     as_bases = [torch.stack([unit[:, row] for row in listed]) for listed in (new, old)]
-    assert torch.equal(change_of_basis(new, old), change_of_basis(*as_bases))
-    assert overlap(change_of_basis(new, old)).tolist() == pytest.approx([2 / 3, 0.0])
+    m, v = moments(3, 3, 8)
+    found = transport_coordinates(m, v, new, old)
+    # nothing is added up, but v goes through v - m^2 + m^2, each rounded, and its bias correction
+    expected = transport(m, v, change_of_basis(*as_bases), *bias())
+    torch.testing.assert_close(found[0], expected[0], rtol=4 * E, atol=0)
+    size = v + 2 * m.square().amax() * bias()[1] / bias()[0] ** 2
+    assert ((found[1] - expected[1]).abs() <= 8 * E * size.amax()).all()
+    assert torch.equal(found[0][2], m[2]) and torch.equal(found[1][2], v[2])
+    assert overlap(new, old).tolist() == pytest.approx([2 / 3, 0.0, 1.0])
 
 
 def test_overlap():
     p = basis(2, 50, 10)
-    assert overlap(change_of_basis(p, p)).tolist() == pytest.approx([1.0, 1.0], abs=100 * E)
+    assert overlap(p, p).tolist() == pytest.approx([1.0, 1.0], abs=100 * E)
     rotated = p @ torch.linalg.qr(randn(2, 10, 10, seed=3)).Q
-    assert overlap(change_of_basis(rotated, p)).tolist() == pytest.approx([1.0, 1.0], abs=200 * E)
+    assert overlap(rotated, p).tolist() == pytest.approx([1.0, 1.0], abs=200 * E)
     # of unrelated ones r / d in the mean; 50 pairs, each with a standard deviation of about sqrt(2) (1 - r / d) / d
-    many = overlap(change_of_basis(basis(50, 50, 10, 8), basis(50, 50, 10, 9)))
+    many = overlap(basis(50, 50, 10, 8), basis(50, 50, 10, 9))
     assert many.mean().item() == pytest.approx(10 / 50, abs=5 * 2**0.5 * 0.8 / 50 / 50**0.5)
     # d - r dimensions are orthogonal to a subspace of r
     full = torch.linalg.qr(randn(1, 20, 20)).Q
-    assert overlap(change_of_basis(full[:, :, :7], full[:, :, 7:14])).item() < 1e-10
+    assert overlap(full[:, :, :7], full[:, :, 7:14]).item() < 1e-10
