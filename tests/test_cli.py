@@ -18,7 +18,7 @@ def test_list(capsys):
     out = capsys.readouterr().out
     for spec in hf_memopt.list_optimizers():
         assert spec.name in out and spec.summary in out and spec.docs in out
-    assert "seed: int = 0, dense_embeddings: true|false = false" in out
+    assert "seed: int = 0, stochastic_rounding: true|false = true" in out
 
 
 def test_list_json(capsys):

@@ -15,8 +15,8 @@ The step is in ``kernels/projected.py``, the subspaces are in ``projections/``, 
 At rank = d and scale 1 a group's matrices are not projected, which is AdamW itself. What is not projected is updated as
 in ``TacoAdamW``: fp32 moments with ``state="fp32"``, ternary ones for matrices with ``state="ternary"``.
 
-A refresh is due by the parameter's own count of steps. With a gradient that is not finite the subspace stays, a
-warning says so, and the next step tries again.
+A refresh is due by the parameter's own count of steps. A gradient that is zero or not finite leaves the
+subspace as it is, the latter with a warning, and the next step tries again.
 """
 
 from __future__ import annotations
@@ -113,13 +113,14 @@ class GaLoreAdamW(TacoAdamW):
         own = _checked({"state": state, **{key: given[key] for key in OWN_OPTIONS}}, matmul=matmul)
         self.matmul = matmul
         self._slots: dict[int, int] = {}
+        self._names: dict[int, str] = {}
         super().__init__(params, lr, betas, eps, weight_decay, more_defaults=own, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "matmul": self.matmul}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._slots = {}
+        self._slots, self._names = {}, {}
         super().__setstate__(state)
 
     # -- parameters -------------------------------------------------------------------------------
@@ -189,6 +190,10 @@ class GaLoreAdamW(TacoAdamW):
 
     # -- stepping ---------------------------------------------------------------------------------
 
+    def _prepare_step(self) -> None:
+        super()._prepare_step()
+        self._slots, self._names = {}, {}  # parameters may have been replaced, and their ids used again
+
     def _update_matrix(self, group: dict, p: Tensor, state: dict, scalars: StepScalars) -> bool | Tensor:
         if self.treatment_of(group, p) != "projected":
             return super()._update_matrix(group, p, state, scalars)
@@ -242,17 +247,15 @@ class GaLoreAdamW(TacoAdamW):
         """Find a new subspace, let the moments follow, and say when the next one is due."""
         old = self._basis(group, p, state, space, codecs, torch.float32).clone()  # what is stored is overwritten
         found, usable = None, torch.linalg.vector_norm(p.grad, torch.inf) <= MAX_GRADIENT  # else the step is refused
-        if bases.truth(usable):
-            if group["refresh"] == "random":
-                usable = usable.expand(space.matrices)
-            else:
-                found, usable = FIND[group["refresh"]](space.view(p.grad), old)
-        if not bases.truth(usable.all()):
-            logger.warning(
-                "The subspace of %s stays as it is: its gradient is zero or not finite at a refresh.", self._name(p)
-            )
-            if not bases.truth(usable.any()):
-                return  # it is still due
+        if not bases.truth(usable):
+            logger.warning("The subspace of %s stays as it is: its gradient is not finite at a refresh.", self._name(p))
+            return  # it is still due
+        if group["refresh"] == "random":
+            usable = usable.expand(space.matrices)
+        else:
+            found, usable = FIND[group["refresh"]](space.view(p.grad), old)
+        if not bases.truth(usable.any()):
+            return  # zeros tell nothing: it is still due
         state["refreshes"] += 1
         if found is not None:
             write("projector", state, codecs["projector"].encode(found))
@@ -309,7 +312,9 @@ class GaLoreAdamW(TacoAdamW):
         return mix32(parameter_key(group["seed"], f"{self._name(p)}/subspace") + refreshes)
 
     def _name(self, p: Tensor) -> str:
-        return next(name for _, name, q in self.named_params() if q is p)
+        if id(p) not in self._names:
+            self._names = {id(q): name for _, name, q in self.named_params()}
+        return self._names[id(p)]
 
 
 def _basis_size(space: Subspace) -> tuple[int, int, int]:

@@ -63,7 +63,7 @@ def launches_left_out(monkeypatch):
     monkeypatch.setattr(Answers, "add", applied)
 
 
-def real_and_simulated(build, name, steps=3, **options):
+def real_and_simulated(build, name, steps=2, **options):
     """Of two optimizers: the real one refreshes at every step because it is told to, the simulated one by itself."""
     asked = {"tokens": TOKENS, "granularity": 1, "steps": steps, "loss": varied}
     real = simulate.measure(build, optimizer(name, **EVERY_STEP, **options), **asked)
@@ -81,7 +81,6 @@ KINDS = {
     "select, fira, ternary": ("galore_taco_adamw", torch.float32, {"refresh": "select", "residual": "fira"}),
     "random": ("memopt_galore_adamw", torch.bfloat16, {"refresh": "random", "residual": "none"}),
     "svd, adaptive": ("memopt_galore_adamw", torch.bfloat16, {"refresh": "svd", "adaptive": True}),
-    "numbers kept": ("memopt_galore_adamw", torch.bfloat16, {"refresh": "subspace", "transport": "none"}),
 }
 
 
@@ -94,8 +93,13 @@ def test_equals_the_real_run(name, dtype, options, launches_left_out):
     assert simulated.largest == real.largest
 
 
-@pytest.mark.parametrize("name", ["memopt_galore_adamw_layerwise", "galore_taco_adamw_layerwise"])
-@pytest.mark.parametrize("variant", [{"tied": True}, {"frozen": True, "num_hidden_layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("memopt_galore_adamw_layerwise", {"frozen": True, "num_hidden_layers": 2}),
+        ("galore_taco_adamw_layerwise", {"tied": True}),
+    ],
+)
 def test_layerwise_equals_the_real_run(name, variant, launches_left_out):
     build = llama(torch.bfloat16, **{**ONE_LAYER, **variant})
     real, simulated = real_and_simulated(build, name, refresh="subspace", matmul="bfloat16")
@@ -104,8 +108,10 @@ def test_layerwise_equals_the_real_run(name, variant, launches_left_out):
     assert simulated.phases["step"].components["gradients"] == 0
 
 
-@pytest.mark.parametrize("name", ["memopt_galore_adamw", "galore_taco_adamw"])
-@pytest.mark.parametrize("refresh", ["subspace", "select", "random", "svd"])
+@pytest.mark.parametrize(
+    ("name", "refresh"),
+    [("memopt_galore_adamw", "svd"), ("galore_taco_adamw", "subspace"), ("galore_taco_adamw", "select")],
+)
 def test_the_state_is_what_the_report_declares(name, refresh):
     build = llama(torch.bfloat16, **ONE_LAYER)
     simulated = simulate.simulate(build, optimizer(name, refresh=refresh), tokens=TOKENS, granularity=1)

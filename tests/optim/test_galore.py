@@ -354,7 +354,7 @@ class TestGradientsOfNoUse:
         with caplog.at_level(logging.WARNING, logger="hf_memopt"):
             optimizer.step()
         state = optimizer.state[p]
-        assert "its gradient is zero or not finite at a refresh" in caplog.text
+        assert not caplog.text
         assert torch.equal(watched.basis(state), old) and state["refreshes"] == 1 and int(state["step"]) == 3
         torch.testing.assert_close(state["exp_avg"], 0.8 * m, rtol=4 * E, atol=0)
         watched.step(randn(23, 41, seed=4))
