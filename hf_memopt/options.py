@@ -124,7 +124,7 @@ class GaLoreOptions(CommonOptions):
             leaves their numbers as they are, which is what the paper does.
         residual: What becomes of the gradient outside the subspace: ``none`` drops it, ``fira`` applies it scaled like
             the rest, ``sign`` applies its sign.
-        residual_scale: The residual learns at learning_rate * residual_scale.
+        residual_scale: The residual learns at learning_rate * scale * residual_scale.
         stagger: Refresh one matrix after another instead of all on one step.
         adaptive: A matrix whose subspace has settled waits twice as long for its next refresh.
         projector: How a projector is stored.
@@ -152,8 +152,8 @@ class GaLoreOptions(CommonOptions):
         whole = isinstance(self.rank, int)
         self._require("rank", self.rank >= 1 if whole else 0 < self.rank <= 1, "1 or more, or a fraction up to 1.0")
         self._require("update_proj_gap", self.update_proj_gap >= 1, "1 or more")
-        self._require("scale", self.scale > 0, "above 0")
-        self._require("residual_scale", self.residual_scale > 0, "above 0")
+        for key in ("scale", "residual_scale"):
+            self._require(key, 0 < getattr(self, key) <= 1e6, "above 0 and at most 1e6")
 
 
 @dataclass(frozen=True)

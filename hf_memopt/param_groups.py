@@ -22,6 +22,7 @@ moments. For GaLore it says what is projected; without it that is every linear l
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -139,7 +140,7 @@ def build_param_groups(
         target_modules: see the module's note; None targets everything.
         dense_embeddings: keep fp32 moments for embeddings and the output head.
         one_sparse: the strategy is ``taco``; groups then have a ``layout`` too.
-        projection: the strategy is GaLore, with these options.
+        projection: the strategy is GaLore, with these options, which the groups then have too.
 
     Returns:
         Groups with ``params``, ``param_names``, ``weight_decay``, ``decays``, ``treatment`` and ``reason``. A tied
@@ -167,10 +168,12 @@ def build_param_groups(
             projection=projection,
             linear=id(p) in layouts,
         )
-        layout = {"layout": layouts[id(p)]} if treatment.name == "one_sparse" else {}
+        more = {"layout": layouts[id(p)]} if treatment.name == "one_sparse" else {}
+        if projection is not None:
+            more = dataclasses.asdict(projection) if treatment.name == "projected" else {"state": projection.state}
         decay = 0.0 if name in no_decay else weight_decay
         group = groups.setdefault(
-            (name in no_decay, treatment, *layout.values()),
+            (name in no_decay, treatment, *more.values()),
             {
                 "params": [],
                 "param_names": [],
@@ -178,7 +181,7 @@ def build_param_groups(
                 "decays": name not in no_decay,
                 "treatment": treatment.name,
                 "reason": treatment.reason,
-                **layout,
+                **more,
             },
         )
         group["params"].append(p)
@@ -195,8 +198,8 @@ def _nothing_projected(groups: Iterable[dict], projection: Projection) -> str:
             why[group["reason"]] = why.get(group["reason"], 0) + len(group["params"])
     found = ", ".join(f"{count} x {reason}" for reason, count in why.items()) or "there are only vectors"
     return (
-        f"No parameter would be projected at rank={projection.rank} ({found}): choose a smaller rank or other "
-        "optim_target_modules, or train with taco_adamw, which needs no projection."
+        f"No parameter would be projected at rank={projection.rank} ({found}): choose another rank or other "
+        "optim_target_modules if that is why, or train with taco_adamw, which needs no projection."
     )
 
 

@@ -147,7 +147,7 @@ _register_with_layerwise(
 _register_with_layerwise(
     OptimizerSpec(
         name="galore_taco_adamw",
-        summary="the same with ternary moments: under 1 bit a parameter of the linear layers at rank 1/4",
+        summary="AdamW in a subspace with ternary moments: under 1 bit a parameter of wide linear layers at rank 1/4",
         paper="arXiv:2403.03507, with ternary moments of hf_memopt",
         builder="hf_memopt.optim.builders:galore",
         options=GaLoreTacoOptions,

@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..options import GaLoreOptions, parse_options
 from ..projections.geometry import Subspace, subspace
 from .base import BufferSpec, Codec, all_specs
 from .dense import Dense
 from .ternary import TernaryFirstMoment, TernarySecondMoment
+
+_defaults = GaLoreOptions()
 
 STATES = ("fp32", "ternary")
 STORED = ("subspace", "svd")
@@ -127,12 +130,18 @@ class Norm:
 class Projection:
     """The options that decide what is stored; their meaning is that of ``GaLoreOptions``."""
 
-    rank: int | float
-    proj_type: str
-    refresh: str
-    projector: str
-    residual: str
-    state: str
+    rank: int | float = _defaults.rank
+    proj_type: str = _defaults.proj_type
+    refresh: str = _defaults.refresh
+    projector: str = _defaults.projector
+    residual: str = _defaults.residual
+    state: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.state not in STATES:
+            raise ValueError(f"state={self.state!r} is not known: choose {' or '.join(STATES)}.")
+        own = {key: value for key, value in vars(self).items() if key != "state"}
+        parse_options(GaLoreOptions, own, strategy="Projection")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Projection:

@@ -4,7 +4,7 @@ With a basis P (d x r) of a matrix seen as d x L, its gradient G, and the direct
 
     R  = P^T G
     U  = AdamW's direction from R and the moments (r x L)
-    W  = W (1 - lr wd) - lr (scale P U + residual)
+    W  = W (1 - lr wd) - lr scale (P U + residual)
 
 ``direction`` gets U from the kernels of ``taco_adamw``: they update a matrix of zeros, at lr = 1 and without decay,
 which leaves -U. So ternary moments carry what their codes cannot hold here too, and every kernel serves both.
@@ -16,9 +16,9 @@ The residual is what the subspace does not see, E = G - P R:
            with e = ||E diag(phi)|| and e_old that of the step before, the whole is divided by
            max(e / max(e_old, FLOOR ||U||), LIMIT) / LIMIT
 
-Fira has no floor, so a matrix whose first gradient is nearly zero may grow by 1 % a step: 1,600 steps from 1e-8 to 0.1.
-Because of P^T P = I, P (scale U - R diag(phi)) + G diag(phi) is one matrix product, and ||E_j||^2 = ||G_j||^2 -
-||R_j||^2.
+The first e that is not zero is not limited. Fira has no floor, so a matrix whose first gradient is nearly zero may grow
+by 1 % a step: 1,600 steps from 1e-8 to 0.1. Because of P^T P = I, P (U - R diag(phi)) + G diag(phi) is one matrix
+product, and ||E_j||^2 = ||G_j||^2 - ||R_j||^2.
 
 Everything that is as large as the parameter is made in strips of rows, at most ``strip_elements`` elements at a time.
 Weights in 16 bits are written by the dense AdamW kernel with betas (0, 1) and eps = 1, where it is W - lr G with the
@@ -145,7 +145,7 @@ def project_back_(
                 missed = gradients[matrix, rows].float() - seen.rows(rows)
                 if s.maximize:
                     missed.neg_()
-                change += _where(applied, missed.sign_().mul_(rule.residual_scale))
+                change += _where(applied, missed.sign_().mul_(rule.scale * rule.residual_scale))
             writer.subtract(rows, change)
 
 
@@ -230,7 +230,8 @@ def _fira(
     s: StepScalars,
     rule: BackProjection,
 ) -> Tensor:
-    """residual_scale phi / limit, (b, L), of ``grad`` (b, d, L); ``norm`` becomes that of the limited residual."""
+    """The residual's factors scale residual_scale phi / limit, (b, L), of ``grad`` (b, d, L); ``norm`` becomes that of
+    the limited residual."""
     low_norm = _column_norms(low_grad)
     phi = _column_norms(minus_u) / (low_norm + TINY)
     squares = torch.zeros_like(low_norm)
@@ -238,22 +239,23 @@ def _fira(
     for matrix, g in enumerate(grad):
         for begin in range(0, g.shape[1], width):
             part = slice(begin, begin + width)
-            squares[matrix, part] = g[:, part].float().square().sum(dim=0)
+            squares[matrix, part] = g[:, part].float().square().sum(dim=0, dtype=torch.float64)
     outside = (squares - low_norm.square()).clamp_(min=0.0)
     e = (outside * phi.square()).sum(dim=1).sqrt()
-    before = torch.maximum(norm, FLOOR * minus_u.norm(dim=(1, 2)))
+    before = torch.where(norm > 0, torch.maximum(norm, FLOOR * minus_u.norm(dim=(1, 2))), e)
     limit = (e / (before + TINY)).clamp(min=LIMIT) / LIMIT
-    norm.copy_(_where(applied, e / limit, norm))
+    norm.copy_(_where(applied, (e / limit).float(), norm))
     sign = -1.0 if s.maximize else 1.0
-    return _where(applied, phi * (sign * rule.residual_scale) / limit[:, None])
+    return _where(applied, (phi * (sign * rule.scale * rule.residual_scale) / limit[:, None]).float())
 
 
 def _column_norms(low: Tensor) -> Tensor:
-    """(b, L) of ``low`` (b, r, L). In strips of rows: on a CPU a reduction over r alone takes ten times as long."""
+    """(b, L) of ``low`` (b, r, L), in double: sums of squares overflow before the gradient does. In strips of rows: on a
+    CPU a reduction over r alone takes ten times as long."""
     b, _, length = low.shape
-    squares = torch.zeros(b, length, device=low.device)
+    squares = torch.zeros(b, length, device=low.device, dtype=torch.float64)
     for part in low.split(max(1, strip_elements(low) // (b * length)), dim=1):
-        squares += part.square().sum(dim=1)
+        squares += part.square().sum(dim=1, dtype=torch.float64)
     return squares.sqrt_()
 
 

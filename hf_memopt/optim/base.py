@@ -236,8 +236,12 @@ class CodecOptimizer(CheckedLoading):
             for i, n in enumerate((1, p.numel(), nbytes)):
                 row[i] += n
         frozen = None if model is None else sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        me = type(self).__name__ + (" with update in backward" if self.update_in_backward else "")
+        me = self.title() + (" with update in backward" if self.update_in_backward else "")
         return MemoryReport(me, self.kernel_name(), tuple(GroupRow(*k, *v) for k, v in rows.items()), measured, frozen)
+
+    def title(self) -> str:
+        """What the report calls the optimizer."""
+        return type(self).__name__
 
     def kernel_name(self) -> str:
         """The kernel that updates, for the report."""

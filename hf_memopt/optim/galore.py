@@ -1,6 +1,6 @@
 r"""GaLore (arXiv 2403.03507): AdamW in a low-rank subspace of each matrix' gradient.
 
-    R = P^T G,   m, v, U = AdamW's moments and direction of R,   W = W (1 - lr wd) - lr (scale P U + residual)
+    R = P^T G,   m, v, U = AdamW's moments and direction of R,   W = W (1 - lr wd) - lr scale (P U + residual)
 
 The step is in ``kernels/projected.py``, the subspaces are in ``projections/``, the storage is in
 ``codecs/projected.py``. Where it differs from the paper and its code galore-torch, each by an option:
@@ -85,6 +85,7 @@ class GaLoreAdamW(TacoAdamW):
     NAME = "GaLoreAdamW"
     SAVED_OPTIONS = (*TacoAdamW.SAVED_OPTIONS, "state", *OWN_OPTIONS)
     TREATMENTS = ("projected", *TacoAdamW.TREATMENTS)
+    IMPORTS = ""  # no moments of AdamW's become moments in a subspace
 
     def __init__(
         self,
@@ -115,6 +116,22 @@ class GaLoreAdamW(TacoAdamW):
         self._slots: dict[int, int] = {}
         self._names: dict[int, str] = {}
         super().__init__(params, lr, betas, eps, weight_decay, more_defaults=own, **options)
+        if all(group["treatment"] == "auto" for group in self.param_groups):
+            raise ValueError(
+                "GaLoreAdamW cannot tell a linear layer from an embedding in a list of parameters: pass "
+                "hf_memopt.build_param_groups(model, projection=hf_memopt.Projection(rank=...)), or groups of which "
+                "those to be projected have a rank."
+            )
+        if not any(self.treatment_of(group, p) == "projected" for group, _, p in self.named_params()):
+            logger.warning("GaLoreAdamW projects none of its parameters: it is AdamW, at AdamW's memory.")
+
+    def title(self) -> str:
+        """Its name and the options that its projected groups agree on, for the report."""
+        groups = [g for g in self.param_groups if g["treatment"] in ("projected", "where it saves")]
+        shown = ("rank", "update_proj_gap", "scale", "refresh", "transport", "residual")
+        common = {key: {g[key] for g in groups} for key in shown}
+        agreed = ", ".join(f"{key}={values.pop()}" for key, values in common.items() if len(values) == 1)
+        return f"{super().title()} ({agreed})" if agreed else super().title()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "matmul": self.matmul}

@@ -42,6 +42,11 @@ def import_adamw_state(optimizer: CodecOptimizer, state_dict: dict[str, Any], mo
         state = source.get(name)
         if not state:
             continue
+        if optimizer.treatment_of(group, p) == "projected":
+            raise ValueError(
+                f"import_adamw_state cannot bring AdamW's moments into a subspace, and {name!r} is projected: start "
+                "with fresh moments, or use taco_adamw."
+            )
         _check(state, name, p)
         new = {"step": torch.tensor(float(state["step"])), "skipped": 0}
         for moment, codec in optimizer.codecs_of(group, p).items():

@@ -26,6 +26,9 @@ class CheckedLoading(torch.optim.Optimizer):
     """``load_state_dict`` of ``CodecOptimizer``, which says by ``NAME``, ``SAVED_OPTIONS``, ``named_params``,
     ``treatment_of``, ``codecs_of`` and ``numbers_of`` what it expects."""
 
+    IMPORTS = ", or bring plain AdamW's moments over with hf_memopt.import_adamw_state(optimizer, state_dict, model)"
+    """A further way out for who resumes with the state of another optimizer."""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` gave: every buffer keeps its own dtype and is moved to its parameter's device.
 
@@ -81,8 +84,7 @@ class CheckedLoading(torch.optim.Optimizer):
         if versions == {None}:
             raise ValueError(
                 f"This checkpoint holds the state of another optimizer, not {me}'s: resume with the optimizer that "
-                "wrote it, remove optimizer.pt to start with fresh moments, or bring plain AdamW's moments over with "
-                "hf_memopt.import_adamw_state(optimizer, state_dict, model)."
+                f"wrote it, or remove optimizer.pt to start with fresh moments{self.IMPORTS}."
             )
         if versions != {FORMAT_VERSION}:
             raise ValueError(

@@ -197,7 +197,7 @@ def test_a_matrix_that_is_projected_in_one_of_both_only():
     p = parameter(64, 128)
     optimizer = GaLoreAdamW([{"params": [("w", p)], "rank": 8}])
     train(optimizer, range(1))
-    for group in ({}, {"rank": 64}):
+    for group in ({"treatment": "dense"}, {"rank": 64}):
         other = GaLoreAdamW([{"params": [("w", parameter(64, 128))], **group}])
         with pytest.raises(
             ValueError, match="keeps other moments for 'w' than this optimizer, which treats it as dense"

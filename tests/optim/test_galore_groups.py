@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from hf_memopt.codecs.projected import Projection
 from hf_memopt.kernels import projected
+from hf_memopt.optim import import_adamw_state
 from hf_memopt.optim.galore import GaLoreAdamW
+from hf_memopt.param_groups import build_param_groups
 from hf_memopt.projections import basis as bases
 from tests.cases import parameter, randn
 from tests.conftest import require_kernel
@@ -56,11 +59,6 @@ class TestGroups:
         big = state == "ternary" and len(shape) > 1 and math.prod(shape) >= 4096
         assert found == ("ternary" if expected == "dense" and big else expected)
         train(optimizer, range(2))
-
-    def test_bare_parameters_are_not_projected(self):
-        for state, expected in (("fp32", "dense"), ("ternary", "ternary")):
-            optimizer = GaLoreAdamW([parameter(64, 128)], state=state, rank=4)
-            assert optimizer.treatment_of(optimizer.param_groups[0], optimizer.param_groups[0]["params"][0]) == expected
 
     def test_a_treatment_by_choice(self):
         p, q = parameter(8, 9), parameter(64, 128)
@@ -142,7 +140,7 @@ class TestOptions:
 
     @pytest.mark.parametrize("key, value", WRONG, ids=str)
     def test_out_of_range_in_a_group(self, key, value):
-        optimizer = GaLoreAdamW([parameter(4, 4)])
+        optimizer = GaLoreAdamW([{"params": [parameter(4, 4)], "treatment": "dense"}])
         with pytest.raises(ValueError) as found:
             optimizer.add_param_group({"params": [parameter(64, 128)], **{key: value}})
         self.is_one_sentence(found, key)
@@ -265,3 +263,71 @@ def test_no_temporary_of_the_parameters_size(dtype, refresh, residual, monkeypat
     allowed = 4 * (6 * rank * length + 6 * d * rank + 8 * strip)
     assert live.peak <= allowed, f"{live.peak / 4e6:.2f} of {allowed / 4e6:.2f} million numbers"
     assert allowed < d * length * p.element_size(), "a copy of the parameter must not pass unseen"
+
+
+class TestWhatIsProjected:
+    @staticmethod
+    def model():
+        return torch.nn.ModuleDict({"a": torch.nn.Linear(512, 128), "b": torch.nn.Linear(128, 256, bias=False)})
+
+    def test_groups_bring_the_projection_along(self):
+        """The optimizer does what the groups were made for, whatever its own defaults are."""
+        projection = Projection(
+            rank=16, proj_type="left", refresh="svd", projector="int8", residual="none", state="ternary"
+        )
+        groups = build_param_groups(self.model(), projection=projection)
+        optimizer = GaLoreAdamW(groups, lr=1e-3)
+        assert "rank=16" in optimizer.title() and "refresh=svd" in optimizer.title()
+        p = groups[0]["params"][0]
+        for group in optimizer.param_groups:
+            assert group["state"] == "ternary"
+            if group["treatment"] == "projected":
+                assert Projection.of(group) == projection
+                p = group["params"][0]
+        p.grad = randn(*p.shape)
+        optimizer.step()
+        state = optimizer.state[p]
+        assert state["projector.codes"].shape[2] == 16 and "exp_avg.codes" in state and "residual_norm" not in state
+
+    @pytest.mark.parametrize(
+        "wrong", [{"refresh": "foo"}, {"state": "bogus"}, {"rank": 0}, {"residual": "fria"}], ids=str
+    )
+    def test_a_wrong_projection_is_refused_at_once(self, wrong):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Projection(**wrong)
+
+    @pytest.mark.parametrize("named", [True, False])
+    def test_bare_parameters_are_refused(self, named):
+        model = self.model()
+        with pytest.raises(ValueError, match="cannot tell a linear layer .* pass hf_memopt.build_param_groups"):
+            GaLoreAdamW(model.named_parameters() if named else model.parameters())
+
+    def test_nothing_projected_is_said(self, caplog):
+        with caplog.at_level(logging.WARNING, logger="hf_memopt"):
+            GaLoreAdamW([{"params": [parameter(64, 128)], "rank": 64}])
+        assert "projects none of its parameters" in caplog.text
+
+
+@pytest.mark.parametrize("residual", ["fira", "sign"])
+def test_scale_scales_the_whole_update(residual):
+    moved = []
+    for scale in (1.0, 0.25):
+        p = torch.nn.Parameter(torch.zeros(48, 80))
+        options = {"rank": 8, "scale": scale, "residual": residual, "matmul": "float32", "stagger": False}
+        optimizer = GaLoreAdamW([{"params": [("w", p)], "treatment": "projected"}], lr=1e-2, **options)
+        p.grad = randn(48, 80)
+        optimizer.step()
+        moved.append(p.detach().clone())
+    torch.testing.assert_close(moved[1], 0.25 * moved[0], rtol=1e-5, atol=1e-9)
+
+
+def test_moments_of_adamw_are_not_imported():
+    model = torch.nn.Linear(128, 256)
+    adamw = torch.optim.AdamW(model.parameters())
+    model(randn(4, 128)).sum().backward()
+    adamw.step()
+    optimizer = GaLoreAdamW(build_param_groups(model, projection=Projection()))
+    with pytest.raises(ValueError, match="cannot bring AdamW's moments into a subspace, and 'weight' is projected"):
+        import_adamw_state(optimizer, adamw.state_dict(), model)
+    with pytest.raises(ValueError, match="remove optimizer.pt to start with fresh moments.$"):
+        optimizer.load_state_dict(adamw.state_dict())

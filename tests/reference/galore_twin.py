@@ -8,7 +8,7 @@ the step from 1:
     R   = P^T G                                 negated for the moments when maximizing
     m   = b1 m + (1 - b1) R                     v = b2 v + (1 - b2) R^2
     U   = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
-    W   = W (1 - lr wd) - lr (scale P U + residual)
+    W   = W (1 - lr wd) - lr scale (P U + residual)
     sign: residual_scale sign(G - P R)
     fira: residual_scale (G - P R)_j phi_j / limit,  phi_j = |U_j| / (|R_j| + 1e-8),
           e^2 = sum_j (|G_j|^2 - |R_j|^2) phi_j^2,  limit = max(e / (max(e_old, |U| / 10) + 1e-8), 1.01) / 1.01
@@ -130,8 +130,8 @@ def apply(
         margin = size @ (low.error + unit * low.value.abs()) + 3 * E * (grad.abs() + missed.abs()) * (unit > 0)
         sign = -1.0 if rule.maximize else 1.0
         if rule.residual == "sign":
-            residual = sign * rule.residual_scale * missed.sign()
-            residual_error = 2 * rule.residual_scale * (missed.abs() <= margin).double() * (margin > 0)
+            residual = sign * rule.scale * rule.residual_scale * missed.sign()
+            residual_error = 2 * rule.scale * rule.residual_scale * (missed.abs() <= margin).double() * (margin > 0)
         else:
             factor, relative, new_norm = _fira(grad, low, u, norm, rule)
             residual = sign * missed * factor
@@ -143,7 +143,7 @@ def apply(
 
 
 def _fira(grad: Tensor, low: Near, u: Near, norm: float, rule: Rule) -> tuple[Tensor, Tensor, Near]:
-    """(residual_scale phi / limit, its relative error, the new norm)."""
+    """(scale residual_scale phi / limit, its relative error, the new norm)."""
     d, (r, length) = grad.shape[0], low.value.shape
     low_norm, u_norm = low.value.norm(dim=0), u.value.norm(dim=0)
     low_error, u_error = (
@@ -158,9 +158,13 @@ def _fira(grad: Tensor, low: Near, u: Near, norm: float, rule: Rule) -> tuple[Te
     shift = (phi**2 * (outside_error + 2.1 * relative * outside)).sum()
     e_error = shift / (e + (e**2 - shift).clamp(min=0).sqrt() + 1e-300) + (length + 4) * E * e
     floor = 0.1 * u.value.norm()
-    before = max(norm, floor.item())
+    before = max(norm, floor.item()) if norm > 0 else e.item()
     before_relative = (u_error.norm() / u.value.norm()).item() + (r * length + 4) * E
     limit = max((e / (before + 1e-8)).item(), 1.01) / 1.01
     limit_relative = (e_error / e + before_relative + 6 * E) if limit > 1 - 1e-3 else 0.0
     norm_error = e_error / limit + e / limit * limit_relative
-    return rule.residual_scale * phi / limit, relative + limit_relative + 4 * E, Near(e / limit, norm_error)
+    return (
+        rule.scale * rule.residual_scale * phi / limit,
+        relative + limit_relative + 4 * E,
+        Near(e / limit, norm_error),
+    )
