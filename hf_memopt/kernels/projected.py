@@ -250,8 +250,8 @@ def _fira(
 
 
 def _column_norms(low: Tensor) -> Tensor:
-    """(b, L) of ``low`` (b, r, L), in double: sums of squares overflow before the gradient does. In strips of rows: on a
-    CPU a reduction over r alone takes ten times as long."""
+    """(b, L) of ``low`` (b, r, L), in double: sums of squares overflow before the gradient does. In strips of rows: on
+    a CPU a reduction over r alone takes ten times as long."""
     b, _, length = low.shape
     squares = torch.zeros(b, length, device=low.device, dtype=torch.float64)
     for part in low.split(max(1, strip_elements(low) // (b * length)), dim=1):
