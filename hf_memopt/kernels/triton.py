@@ -120,7 +120,9 @@ class Plan:
         factor, old column factor and inverse new column factor (fp32).
         """
         sums = torch.empty(self.partial_sums + 2 * PARTS, dtype=torch.float64, device=device)
-        row, col, col_inv = (torch.empty(size, dtype=torch.float32, device=device) for size in (self.n, self.k, self.k))
+        row, col, col_inv = (
+            torch.empty(size, dtype=torch.float32, device=device) for size in (self.n, self.k, self.k)
+        )
         return sums, row, col, col_inv
 
 
@@ -158,17 +160,8 @@ def ternary_adamw_(
     row, col = state["exp_avg_sq.row"], state["exp_avg_sq.col"]
     with _on(param.device):
         kernels.squared_sums[(plan.row_tiles * plan.col_tiles,)](
-            grad,
-            *grad.stride(),
-            n,
-            k,
-            plan.col_tiles,
-            plan.rows_per_program,
-            sums,
-            applied,
-            ROWS=SUM_TILE[0],
-            COLS=SUM_TILE[1],
-            **LAUNCH,
+            grad, *grad.stride(), n, k, plan.col_tiles, plan.rows_per_program, sums, applied,
+            ROWS=SUM_TILE[0], COLS=SUM_TILE[1], **LAUNCH,
         )
         kernels.ternary_factors[(plan.parts + -(-k // FACTOR_BLOCK),)](
             sums, row, col, means, old_row, old_col, col_inv, applied, n, k, plan.col_tiles, plan.row_tiles,

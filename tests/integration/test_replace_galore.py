@@ -91,7 +91,7 @@ def test_options_of_ours_may_be_added(tmp_path, replaced):
         ("ranks=64", "there is no option 'ranks'; the options are .*rank: "),
         ("rank=many", "option 'rank' must be int or float, got 'many'"),
         ("rank=16,proj_type=full", "proj_type=full, which projects both dimensions, is not supported: set proj_type="),
-        ("rank=128", "No parameter would be projected at rank=128 .*choose a smaller rank .* train with taco_adamw"),
+        ("rank=128", "No parameter would be projected at rank=128 .*choose another rank .* train with taco_adamw"),
     ],
 )
 def test_what_is_wrong_is_said(optim, optim_args, sentence, tmp_path, replaced):
