@@ -55,7 +55,10 @@ def _portable(tmp_path_factory) -> ctypes.CDLL:
 def threads(request, monkeypatch):
     """Threads even for small parameters."""
     monkeypatch.setattr(compiled, "_ELEMENTS_A_THREAD", 1)
+    before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 # -- the bits of the reference -------------------------------------------------------------------

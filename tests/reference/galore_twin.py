@@ -66,10 +66,11 @@ def unit_basis(d: int, coordinates: list[int]) -> Tensor:
 
 
 def product_unit(basis: Tensor, terms: int, matmul: str = "float32") -> float:
-    """Relative to the sum of magnitudes: exact for coordinates; bf16 rounds both factors and the result."""
+    """Relative to the sum of magnitudes: exact for coordinates; bf16 rounds both factors and the result. A factor alpha
+    of the whole may be multiplied into every term."""
     if bool(((basis == 0) | (basis == 1)).all()):
         return 0.0
-    return (terms + 1) * E + (3.1 * BF16 if matmul == "bfloat16" else 0.0)
+    return (terms + 2) * E + (3.1 * BF16 if matmul == "bfloat16" else 0.0)
 
 
 def project(grad: Tensor, basis: Tensor, matmul: str = "float32") -> Near:
