@@ -32,7 +32,7 @@ from benchmarks.chunked_loss import chunked_loss
 from hf_memopt.integrations.trainer import no_decay_names
 from hf_memopt.memory.peak import peak_resident_bytes
 from hf_memopt.memory.simulate import SimulatedMemory, causal_lm_loss, simulate
-from hf_memopt.options import parse_options
+from hf_memopt.parsing import parse_options
 
 FOLDER = common.RESULTS / "fits"
 GIB = 2**30

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import common
-from hf_memopt.options import parse_options
+from hf_memopt.parsing import parse_options
 from hf_memopt.projections.geometry import Subspace, subspace
 from hf_memopt.registry import get_optimizer
 

@@ -14,19 +14,37 @@ from .integrations.verbosity import configure_logging
 from .registry import OptimizerSpec, get_optimizer, list_optimizers
 
 if TYPE_CHECKING:
+    from .activations.compression import Compression
+    from .activations.patch import compress_activations
     from .codecs.projected import Projection
     from .integrations.callbacks import MemoptCallback, MemoryReportCallback
+    from .integrations.compact import CompActCallback
     from .integrations.checkpoints import last_complete_checkpoint
     from .integrations.replace_galore import replace_builtin_galore
     from .integrations.trainer import optimizer_cls_and_kwargs
-    from .optim import GaLoreAdamW, Taco, TacoAdamW, import_adamw_state
+    from .optim import CompActAdamW, GaLoreAdamW, Taco, TacoAdamW, import_adamw_state
     from .optim.report import MemoryReport
-    from .options import GaLoreOptions, GaLoreTacoOptions, TacoAdamWOptions, TacoOptions, parse_options
+    from .options import (
+        CompActConfig,
+        CompActOptions,
+        CompActTacoOptions,
+        GaLoreOptions,
+        GaLoreTacoOptions,
+        TacoAdamWOptions,
+        TacoOptions,
+    )
     from .param_groups import build_param_groups
+    from .parsing import parse_options
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CompActAdamW": ".optim",
+    "CompActCallback": ".integrations.compact",
+    "CompActConfig": ".options",
+    "CompActOptions": ".options",
+    "CompActTacoOptions": ".options",
+    "Compression": ".activations.compression",
     "GaLoreAdamW": ".optim",
     "GaLoreOptions": ".options",
     "GaLoreTacoOptions": ".options",
@@ -39,14 +57,21 @@ _HOMES = {
     "TacoAdamWOptions": ".options",
     "TacoOptions": ".options",
     "build_param_groups": ".param_groups",
+    "compress_activations": ".activations.patch",
     "import_adamw_state": ".optim",
     "last_complete_checkpoint": ".integrations.checkpoints",
     "optimizer_cls_and_kwargs": ".integrations.trainer",
-    "parse_options": ".options",
+    "parse_options": ".parsing",
     "replace_builtin_galore": ".integrations.replace_galore",
 }
 
 __all__ = [
+    "CompActAdamW",
+    "CompActCallback",
+    "CompActConfig",
+    "CompActOptions",
+    "CompActTacoOptions",
+    "Compression",
     "GaLoreAdamW",
     "GaLoreOptions",
     "GaLoreTacoOptions",
@@ -61,6 +86,7 @@ __all__ = [
     "TacoOptions",
     "__version__",
     "build_param_groups",
+    "compress_activations",
     "get_optimizer",
     "import_adamw_state",
     "last_complete_checkpoint",

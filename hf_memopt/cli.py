@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from .options import describe_options
+from .parsing import describe_options
 from .registry import OptimizerSpec, list_optimizers
 
 

@@ -1,30 +1,18 @@
-"""One frozen dataclass per strategy, and the strict parser that fills it.
-
-``TrainingArguments.optim_args`` reaches an optimizer as one string, and ``bool("false")`` is true: options that are
-cast by hand go wrong in silence. Here the annotations of the dataclass are the whole grammar. A value is accepted only
-if it *is* what the annotation says, written as text (``"seed=7"``) or given with its own type (a dict, JSON, YAML).
-Anything else is a ValueError of one sentence that names the strategy, the key and everything that would have been
-accepted, so that a typing mistake costs a second at the start and not a training run.
-
-Understood annotations: ``bool``, ``int``, ``float``, ``str``, ``Literal["a", "b"]``, ``None``, and unions of these,
-tried in the order written.
-"""
+"""One frozen dataclass per strategy: its options, their defaults and ranges. Text becomes one in ``parsing.py``."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal
 
-T = TypeVar("T")
+from .parsing import checked
 
-TRUE = ("true", "1", "yes")
-FALSE = ("false", "0", "no")
+
+def require(options: Any, key: str, allowed: bool, says: str) -> None:
+    """Raise ValueError for the option ``key`` unless its value is allowed."""
+    if not allowed:
+        raise ValueError(f"{options.strategy}: option {key!r} must be {says}, got {getattr(options, key)}.")
 
 
 @dataclass(frozen=True)
@@ -61,9 +49,7 @@ class CommonOptions:
                 )
 
     def _require(self, key: str, allowed: bool, says: str) -> None:
-        """Raise ValueError for the option ``key`` unless its value is allowed."""
-        if not allowed:
-            raise ValueError(f"{self.strategy}: option {key!r} must be {says}, got {getattr(self, key)}.")
+        require(self, key, allowed, says)
 
 
 @dataclass(frozen=True)
@@ -169,136 +155,80 @@ class GaLoreTacoOptions(GaLoreOptions):
     dense_embeddings: bool = False
 
 
-def parse_options(
-    cls: type[T],
-    given: str | Mapping[str, Any] | None,
-    *,
-    strategy: str | None = None,
-    preset: Mapping[str, Any] | None = None,
-) -> T:
-    """Fill the options dataclass ``cls`` from text or a mapping.
+@dataclass(frozen=True)
+class CompActConfig:
+    """Options of ``compress_activations``.
 
     Args:
-        cls: A frozen dataclass of this module.
-        given: ``"key=value,key=value"`` (spaces are ignored), a mapping of keys to text or typed values, or nothing for
-            all defaults.
-        strategy: Name used in error sentences; by default ``cls.strategy``.
-        preset: Options that the strategy's name fixes; they may be given too, but not otherwise.
-
-    Returns:
-        An instance of ``cls``; keys that were not given keep their defaults.
-
-    Raises:
-        ValueError: Malformed text, a key that does not exist or is given twice, or a value of the wrong type or
-            outside the choices.
+        rank: Dimensions that are kept of a layer's inputs, or a fraction of them (0.25). None compresses nothing and
+            only recomputes.
+        projection: Onto what inputs are projected; ``activations/projection.py``.
+        update_proj_gap: Optimizer steps between two subspaces.
+        scale: The compressed weights learn at learning_rate * scale.
+        recompute: What is computed again in backward instead of kept: outputs of norms, products of gated MLPs. Does
+            not change any gradient.
+        seed: Of the random subspaces and of the rounding of bf16 and fp16 weights.
     """
-    name = strategy or getattr(cls, "strategy", cls.__name__)
-    hints = _option_types(cls)
-    values = {}
-    for key, value in _pairs(cls, name, given):
-        if key not in hints:
-            raise ValueError(f"{name}: there is no option {key!r}; {describe_options(cls)}.")
-        if key in values:
-            raise ValueError(f"{name}: option {key!r} is given twice; {describe_options(cls)}.")
+
+    strategy: ClassVar[str] = "compress_activations"
+
+    rank: int | float | None = 0.25
+    projection: Literal["principal", "structured", "orthonormal", "gaussian"] = "principal"
+    update_proj_gap: int = 50
+    scale: float = 1.0
+    recompute: Literal["norms,mlp", "norms", "mlp", "none"] = "norms,mlp"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checked(self, type(self))  # a wrong type or choice, as from optim_args
+        whole = isinstance(self.rank, int)
+        fits = self.rank is None or (self.rank >= 1 if whole else 0 < self.rank <= 1)
+        require(self, "rank", fits, "1 or more, or a fraction up to 1.0")
+        require(self, "update_proj_gap", self.update_proj_gap >= 1, "1 or more")
+        require(self, "scale", 0 < self.scale <= 1e6, "above 0 and at most 1e6")
+        require(self, "seed", self.seed >= 0, "0 or more")
+        if self.rank is None and self.recompute == "none":
+            raise ValueError(f"{self.strategy}: rank=none and recompute=none together would do nothing.")
+
+    def recompute_parts(self) -> tuple[str, ...]:
+        """``recompute`` as words."""
+        return () if self.recompute == "none" else tuple(self.recompute.split(","))
+
+
+@dataclass(frozen=True)
+class CompActOptions(CommonOptions):
+    """Options of ``optim="compact_adamw"``: the common ones and those of ``CompActConfig``, where ``rank`` must be
+    given as a number."""
+
+    strategy: ClassVar[str] = "compact_adamw"
+
+    rank: int | float = 0.25
+    projection: Literal["principal", "structured", "orthonormal", "gaussian"] = "principal"
+    update_proj_gap: int = 50
+    scale: float = 1.0
+    recompute: Literal["norms,mlp", "norms", "mlp", "none"] = "norms,mlp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.config()
+
+    def config(self) -> CompActConfig:
+        """What of these concerns the activations."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(CompActConfig)}
         try:
-            values[key] = _convert(hints[key], value)
-        except ValueError:
-            raise ValueError(
-                f"{name}: option {key!r} must be {_type_text(hints[key])}, got {value!r}; {describe_options(cls)}."
-            ) from None
-    for key, value in (preset or {}).items():
-        if values.setdefault(key, value) != value:
-            raise ValueError(
-                f"{name}: this name means {key}={_value_text(value)}, but {key}={_value_text(values[key])} is given: "
-                f"use optim={cls.strategy!r} or leave the option out."
-            )
-    return cls(**values)
+            return CompActConfig(**own)
+        except ValueError as error:
+            raise ValueError(str(error).replace(CompActConfig.strategy, self.strategy, 1)) from None
 
 
-def describe_options(cls: type) -> str:
-    """All options of ``cls`` with type and default, as a clause: ``the options are seed: int = 0, ...``."""
-    hints = _option_types(cls)
-    listed = [f"{f.name}: {_type_text(hints[f.name])} = {_value_text(f.default)}" for f in dataclasses.fields(cls)]
-    return f"the options are {', '.join(listed)}" if listed else "it takes no options"
+@dataclass(frozen=True)
+class CompActTacoOptions(CompActOptions):
+    """Options of ``optim="compact_taco_adamw"``: those of ``compact_adamw`` and this.
 
+    Args:
+        dense_embeddings: Keep fp32 moments for embeddings and the output head instead of ternary ones.
+    """
 
-@functools.cache
-def _option_types(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    strategy: ClassVar[str] = "compact_taco_adamw"
 
-
-def _pairs(cls: type, name: str, given: str | Mapping[str, Any] | None) -> list[tuple[str, Any]]:
-    if given is None:
-        return []
-    if isinstance(given, Mapping):
-        return [(str(key), value) for key, value in given.items()]
-    if not isinstance(given, str):
-        raise ValueError(
-            f"{name}: options must be 'key=value,key=value' or a mapping, got {type(given).__name__}; "
-            f"{describe_options(cls)}."
-        )
-    if not given.strip():
-        return []
-    pairs = []
-    for item in given.split(","):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not (key and equals and value):
-            raise ValueError(
-                f"{name}: {item.strip()!r} in options {given!r} is not 'key=value'; {describe_options(cls)}."
-            )
-        pairs.append((key, value))
-    return pairs
-
-
-def _convert(hint: Any, value: Any) -> Any:
-    """``value`` as the annotation ``hint`` demands it; ValueError if it is anything else."""
-    origin = typing.get_origin(hint)
-    if origin in (Union, types.UnionType):
-        for member in typing.get_args(hint):
-            try:
-                return _convert(member, value)
-            except ValueError:
-                continue
-        raise ValueError(value)
-    if origin is Literal:
-        for choice in typing.get_args(hint):
-            if value == choice and type(value) is type(choice):
-                return choice
-        raise ValueError(value)
-    if hint is bool:
-        if isinstance(value, bool):
-            return value
-        text = str(value).lower() if isinstance(value, (str, int)) else ""
-        if text in TRUE or text in FALSE:
-            return text in TRUE
-        raise ValueError(value)
-    if isinstance(value, bool):
-        raise ValueError(value)
-    if hint is int and isinstance(value, (int, str)):
-        return int(value)
-    if hint is float and isinstance(value, (int, float, str)):
-        number = float(value)
-        if math.isfinite(number):
-            return number
-        raise ValueError(value)
-    if hint is str and isinstance(value, str):
-        return value
-    if hint is types.NoneType and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
-        return None
-    raise ValueError(value)
-
-
-def _type_text(hint: Any) -> str:
-    origin = typing.get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_text(member) for member in typing.get_args(hint))
-    if origin is Literal:
-        return "|".join(str(choice) for choice in typing.get_args(hint))
-    if hint is bool:
-        return "true|false"
-    return "none" if hint is types.NoneType else hint.__name__
-
-
-def _value_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    dense_embeddings: bool = False

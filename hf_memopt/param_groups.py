@@ -151,7 +151,7 @@ def build_param_groups(
             ``projection`` nothing is projected.
     """
     targets = None if target_modules is None else _targeted_parameters(model, target_modules)
-    embeddings = _embedding_parameters(model) if dense_embeddings or one_sparse or projection else set()
+    embeddings = embedding_parameters(model) if dense_embeddings or one_sparse or projection else set()
     layouts = linear_layouts(model) if one_sparse or projection else {}
     groups: dict[tuple, dict] = {}
     for name, p in model.named_parameters():
@@ -203,7 +203,7 @@ def _nothing_projected(groups: Iterable[dict], projection: Projection) -> str:
     )
 
 
-def _embedding_parameters(model: nn.Module) -> set[int]:
+def embedding_parameters(model: nn.Module) -> set[int]:
     """ids of the weights of all embeddings and of the output head (not names: tied weights have several)."""
     found = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     try:
@@ -238,7 +238,7 @@ def linear_layouts(model: nn.Module) -> dict[int, str]:
 
 def _targeted_parameters(model: nn.Module, target_modules: str | Iterable[str]) -> set[int]:
     """ids of the trainable matrices that lie directly in matching modules."""
-    matchers = _matchers(target_modules)
+    matchers = module_matchers(target_modules)
     hits = dict.fromkeys(matchers, 0)
     found: set[int] = set()
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -258,7 +258,7 @@ def _targeted_parameters(model: nn.Module, target_modules: str | Iterable[str]) 
     return found
 
 
-def _matchers(target_modules: str | Iterable[str]) -> dict:
+def module_matchers(target_modules: str | Iterable[str]) -> dict:
     if isinstance(target_modules, str):
         if target_modules.replace("_", "-") == ALL_LINEAR:
             return {target_modules: lambda name, module: _is_linear(module)}

@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .options import GaLoreOptions, GaLoreTacoOptions, TacoAdamWOptions, TacoOptions
+from .options import (
+    CompActOptions,
+    CompActTacoOptions,
+    GaLoreOptions,
+    GaLoreTacoOptions,
+    TacoAdamWOptions,
+    TacoOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -152,5 +159,27 @@ _register_with_layerwise(
         builder="hf_memopt.optim.builders:galore",
         options=GaLoreTacoOptions,
         docs="docs/galore.md",
+    )
+)
+
+_register_with_layerwise(
+    OptimizerSpec(
+        name="compact_adamw",
+        summary="AdamW on compressed gradients of linear layers that keep compressed inputs, moments in fp32",
+        paper="arXiv:2410.15352",
+        builder="hf_memopt.optim.builders:compact",
+        options=CompActOptions,
+        docs="docs/compact.md",
+    )
+)
+
+_register_with_layerwise(
+    OptimizerSpec(
+        name="compact_taco_adamw",
+        summary="the same with ternary moments",
+        paper="arXiv:2410.15352, with ternary moments of hf_memopt",
+        builder="hf_memopt.optim.builders:compact",
+        options=CompActTacoOptions,
+        docs="docs/compact.md",
     )
 )

@@ -17,7 +17,7 @@ MAX_LINES = 400
 
 # lowest first; a file may import from its own layer and from those before it
 LAYERS = (
-    ("options", "codecs", "kernels", "projections"),
+    ("parsing", "options", "codecs", "kernels", "projections"),
     ("activations", "optim", "param_groups"),
     ("registry", "memory"),
     ("integrations",),

@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from benchmarks import common, galore, galore_step, peers
-from hf_memopt.options import GaLoreOptions, GaLoreTacoOptions, parse_options
+from hf_memopt.options import GaLoreOptions, GaLoreTacoOptions
+from hf_memopt.parsing import parse_options
 
 
 def model() -> LlamaForCausalLM:

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from hf_memopt.options import TacoAdamWOptions, describe_options, parse_options
+from hf_memopt.options import TacoAdamWOptions
+from hf_memopt.parsing import describe_options, parse_options
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import GaLoreOptions, parse_options
+from ..options import GaLoreOptions
+from ..parsing import parse_options
 from ..projections.geometry import Subspace, subspace
 from .base import BufferSpec, Codec, all_specs
 from .dense import Dense

@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from ..memory.peak import peak_bytes
 from ..optim.backward import release
 from ..registry import is_registered
+from . import compact
 from .checkpoints import CALLBACK_KEY, set_aside_torn, write_marker
 from .trainer import refuse_in_backward, refuse_unsupported, updates_in_backward
 
@@ -55,6 +56,7 @@ class MemoptCallback(TrainerCallback, ExportableState):
         self._args: Any = None
         self._state: Any = None
         self._marking = False
+        self._first = 0
 
     def on_init_end(self, args, state, control, **kwargs):
         # DeepSpeed with an optimizer of its own in its config never asks for ours: said here, not found out later
@@ -77,12 +79,18 @@ class MemoptCallback(TrainerCallback, ExportableState):
                 "%s of an earlier training still updated parameters of this model in backward; that has been ended.",
                 ", ".join(left),
             )
+        compact.begin(model, optimizer, args)
         if ours is not None and state.is_world_process_zero:
             logger.info("%s", ours.memory_report(model).table())
+        self._first = state.global_step + 1
         self._args, self._state = args, state
         self._marking = ours is not None and args.should_save and not state.is_hyper_param_search
         if self._marking:
             set_aside_torn(args.output_dir, beyond=state.global_step)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self._first and state.is_world_process_zero:
+            compact.tell(model)  # now they have met their inputs
 
     def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
         # the Trainer finds no gradients after an update in backward and logs a norm of 0, or none

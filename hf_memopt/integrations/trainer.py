@@ -32,7 +32,7 @@ import pickle
 from types import ModuleType
 from typing import Any
 
-from ..options import parse_options
+from ..parsing import parse_options
 from ..registry import get_optimizer, is_registered, list_optimizers
 from .checkpoints import remove_marker
 from .import_hooks import after_import

@@ -334,7 +334,12 @@ def write_back(new: Tensor, dtype: torch.dtype, s: StepScalars, random_bits) -> 
         return new
     if not s.stochastic:
         return new.to(dtype)
-    noise = random_bits() * _as_int32(GOLDEN)
+    return round_stochastically(new, dtype, random_bits())
+
+
+def round_stochastically(new: Tensor, dtype: torch.dtype, hashes: Tensor) -> Tensor:
+    """Round fp32 numbers to bf16 or fp16, up or down by their ``hashes`` (int32)."""
+    noise = hashes * _as_int32(GOLDEN)
     bits = new.contiguous().view(torch.int32)
     if dtype == torch.bfloat16:
         rounded = (bits + ((noise >> 16) & 0xFFFF)) & ~0xFFFF

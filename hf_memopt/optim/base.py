@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations.layers import compressed_weights
 from ..codecs.base import Codec, all_specs, zeros
 from ..param_groups import TREATMENTS, Treatment, decide, unsupported_dtype
 from .backward import BackwardUpdates, release
@@ -235,7 +236,10 @@ class CodecOptimizer(CheckedLoading):
             row = rows.setdefault((treatment, reason, group["weight_decay"]), [0, 0, 0])
             for i, n in enumerate((1, p.numel(), nbytes)):
                 row[i] += n
-        frozen = None if model is None else sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        frozen = None
+        if model is not None:
+            moved = compressed_weights(model)  # frozen for autograd only
+            frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in moved)
         me = self.title() + (" with update in backward" if self.update_in_backward else "")
         return MemoryReport(me, self.kernel_name(), tuple(GroupRow(*k, *v) for k, v in rows.items()), measured, frozen)
 

@@ -11,9 +11,20 @@ from typing import Any
 
 from torch import nn
 
+from ..activations.compression import compression_of
+from ..activations.patch import compress_activations
 from ..codecs.projected import Projection
-from ..options import CommonOptions, GaLoreOptions, GaLoreTacoOptions, TacoAdamWOptions, TacoOptions
+from ..options import (
+    CommonOptions,
+    CompActOptions,
+    CompActTacoOptions,
+    GaLoreOptions,
+    GaLoreTacoOptions,
+    TacoAdamWOptions,
+    TacoOptions,
+)
 from ..param_groups import build_param_groups
+from .compact import CompActAdamW, mark_carriers
 from .galore import OWN_OPTIONS, GaLoreAdamW
 from .taco import Taco
 from .taco_adamw import TacoAdamW
@@ -52,6 +63,28 @@ def galore(
     own = {key: getattr(options, key) for key in (*OWN_OPTIONS, "matmul")}
     own["state"] = "ternary" if isinstance(options, GaLoreTacoOptions) else "fp32"
     return GaLoreAdamW, {**_common(model, options, projection=Projection.of(own), **training), **own}
+
+
+def compact(
+    model: nn.Module | None, options: CompActOptions, **training: Any
+) -> tuple[type[CompActAdamW], dict[str, Any]]:
+    """Class and keyword arguments of ``CompActAdamW``; the model is patched, unless it is already. With
+    ``CompActTacoOptions`` moments are ternary. ``target_modules`` says which layers are compressed."""
+    if model is None:
+        raise ValueError(f"{options.strategy}: the layers to compress are found in the model: pass the model as well.")
+    targets, config = training.pop("target_modules", None), options.config()
+    found = compression_of(model)
+    if found is None:
+        compress_activations(model, config, target_modules=targets)
+    elif found.config != config:
+        raise ValueError(
+            f"{options.strategy}: the activations of this model are compressed already, with other options "
+            f"({found.config}): give the options in one place, or call .restore() on that compression first."
+        )
+    common = _common(model, options, **training)
+    ternary = isinstance(options, CompActTacoOptions)
+    common["params"] = mark_carriers(common["params"])
+    return CompActAdamW, {**common, "state": "ternary" if ternary else "fp32"}
 
 
 def _common(

@@ -33,7 +33,8 @@ from ..codecs.base import Codec, parts, write
 from ..codecs.projected import STATES, Projection
 from ..kernels import projected, reference
 from ..kernels.scalars import MAX_GRADIENT, StepScalars, bias_correction, mix32, parameter_key
-from ..options import GaLoreOptions, parse_options
+from ..options import GaLoreOptions
+from ..parsing import parse_options
 from ..param_groups import Treatment, decide
 from ..projections import basis as bases
 from ..projections.geometry import Subspace

@@ -14,7 +14,7 @@ from hf_memopt import kernels
 from hf_memopt.memory import simulate
 from hf_memopt.optim.answers import Answers
 from hf_memopt.optim.builders import galore
-from hf_memopt.options import parse_options
+from hf_memopt.parsing import parse_options
 from hf_memopt.registry import get_optimizer
 from tests.memory.test_simulate import TOKENS, bytes_of, llama
 

@@ -1,0 +1,267 @@
+"""A model whose activations are compressed: its layers, their subspaces in the course of training, and the way back.
+
+After each ``step()`` of an optimizer, of whatever class, that holds the carriers, they are folded into the weights
+(``folding.py``) and the subspaces refreshed if that is due. torch calls a hook for every optimizer's step; it looks
+among the compressions that are alive for those whose carriers the optimizer holds.
+
+What must survive a restart is little: how many steps there were, which layers share a basis, and the chosen
+coordinates. It is written into the optimizer's first parameter group under ``"compact"``, plain numbers and tensors, so
+it is in every checkpoint of every optimizer and nothing is added to the model's. ``resume(optimizer)`` reads it after a
+``load_state_dict``; the Trainer's callback and the package's optimizers do that themselves, and who forgets is told at
+the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..options import CompActConfig
+from .basis import InputBasis
+from .folding import fold
+from .layers import CARRIER, unpatch
+from .projection import Projection
+from .report import CompressionReport, LayerRow, Skipped
+
+logger = logging.getLogger("hf_memopt")
+
+STATE_KEY = "compact"
+OWNER = "_memopt_compression"
+"""Attribute of the model that holds its ``Compression``: a copied or pickled model brings its own along."""
+KEPT = ("projection", "update_proj_gap", "scale", "seed")
+"""Options that a checkpoint brings along; a rank that differs does not fit its moments."""
+
+_alive: weakref.WeakSet[Compression] = weakref.WeakSet()
+
+
+class Compression:
+    """What ``compress_activations`` returns.
+
+    Attributes:
+        config: the options.
+        layers: name -> compressed layer.
+        steps: optimizer steps so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: CompActConfig,
+        layers: dict[str, nn.Module],
+        exact: dict[str, nn.Module],
+        skipped: list[Skipped],
+        recomputation: Any,
+        hooks: list[Any],
+    ) -> None:
+        self.config, self.layers, self.exact, self.skipped = config, layers, exact, skipped
+        self.steps = 0
+        self.recomputation, self._hooks = recomputation, hooks
+        self._model = model
+        model.__dict__[OWNER] = self
+        self._prepare()
+        _alive.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _alive.add(self)  # a copy folds too
+
+    # -- the course of training -------------------------------------------------------------------
+
+    def bases(self) -> list[InputBasis]:
+        """The distinct bases, in the order of the layers."""
+        return list({id(layer.basis): layer.basis for layer in self.layers.values()}.values())
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Fold what ``optimizer`` has stepped; called after each of its steps."""
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        held = {name for name, layer in self.layers.items() if id(_carrier(layer)) in groups}
+        if not held:
+            self._refuse_missing(optimizer, groups)
+            return
+        trainable = {name for name, layer in self.layers.items() if _carrier(layer).requires_grad}
+        if trainable - held:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds {len(held)} of {len(trainable)} carriers of compressed layers, but "
+                f"not that of {min(trainable - held)}: give all parameters of the model to one optimizer."
+            )
+        saved = optimizer.param_groups[0].get(STATE_KEY)
+        if saved is not None and saved["steps"] != self.steps:
+            raise RuntimeError(
+                f"The optimizer's state is of step {saved['steps']} and the compressed layers are at {self.steps}: "
+                "call compression.resume(optimizer) after optimizer.load_state_dict(...)."
+            )
+        self.steps += 1
+        made: dict[int, tuple[InputBasis, Projection]] = {}
+        for name, layer in sorted(self.layers.items(), key=lambda item: id(item[1].basis)):
+            if name in held:
+                group = groups[id(_carrier(layer))]
+                self._fold(name, layer, group, made)
+        self._advance()
+        optimizer.param_groups[0][STATE_KEY] = self.state_dict()
+
+    def _fold(self, name: str, layer: nn.Module, group: dict[str, Any], made: dict) -> None:
+        carrier, basis = _carrier(layer), layer.basis
+        kind = (id(basis), carrier.device, carrier.dtype)
+        if kind not in made:
+            made.clear()  # layers come basis by basis: one dense matrix is alive at a time
+            made[kind] = basis.projection(carrier.device, carrier.dtype)
+        fold(
+            layer.matrix(),
+            carrier.detach(),
+            made[kind],
+            scale=self.config.scale,
+            decay=1.0 - float(group["lr"]) * float(group.get("weight_decay", 0.0) or 0.0),
+            name=name,
+            seed=self.config.seed,
+            step=self.steps,
+        )
+        torch.autograd.graph.increment_version(layer.weight)
+
+    def _due(self, steps: int) -> bool:
+        """Whether the subspaces are refreshed after so many steps. By energy first after step 1, which has seen some."""
+        first = steps == 1 and self.config.projection == "principal"
+        return first or steps % self.config.update_proj_gap == 0
+
+    def _advance(self) -> None:
+        bases = self.bases()
+        if self._due(self.steps):
+            observed = [basis for basis in bases if basis.energy is not None]
+            _sum_over_processes([basis.energy for basis in observed])
+            for basis in bases:
+                basis.refresh()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        wanted = self._due(self.steps + 1)
+        for basis in self.bases():
+            basis.collecting = wanted and basis.wants_energy()
+
+    def _refuse_missing(self, optimizer: torch.optim.Optimizer, groups: dict[int, dict]) -> None:
+        for name, layer in self.layers.items():
+            if id(layer.weight) in groups and _carrier(layer).grad is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was made before the activations were compressed: it holds the weight "
+                    f"of {name}, which gets no gradient now, and not its carrier. Call compress_activations first and "
+                    "make the optimizer from the model's parameters afterwards."
+                )
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, words and tensors from which the subspaces go on."""
+        return {
+            "steps": self.steps,
+            "options": {key: getattr(self.config, key) for key in KEPT},
+            "shared": {
+                name: layer.basis.name for name, layer in self.layers.items() if layer.settled
+            },
+            "epochs": {basis.name: basis.epoch for basis in self.bases()},
+            "top": {
+                basis.name: basis.top.to(torch.int32)
+                for basis in self.bases()
+                if basis.top is not None and not isinstance(basis.top, FakeTensor)
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``. Raises ValueError where it is of another model."""
+        unknown = sorted({*state["shared"], *state["shared"].values()} - self.layers.keys())
+        if unknown:
+            raise ValueError(
+                f"This checkpoint compresses the activations of {unknown[0]!r}, which this model does not: use the "
+                "model, rank and target modules of the run that wrote it."
+            )
+        differing = {key: value for key, value in state["options"].items() if value != getattr(self.config, key)}
+        if differing:
+            logger.warning(
+                "The checkpoint was written with %s, which is kept so that the run goes on as it began; %s is ignored.",
+                ", ".join(f"{key}={value}" for key, value in differing.items()),
+                ", ".join(f"{key}={getattr(self.config, key)}" for key in differing),
+            )
+            self.config = replace(self.config, **differing)
+        self.steps = state["steps"]
+        bases = {}
+        for name, layer in self.layers.items():
+            owner = state["shared"].get(name, name)
+            if owner not in bases:
+                kind, seed = self.config.projection, self.config.seed
+                bases[owner] = replace(
+                    layer.basis, name=owner, kind=kind, seed=seed, epoch=state["epochs"].get(owner, 0), top=None,
+                    energy=None,
+                )  # fmt: skip
+                if owner in state["top"]:
+                    bases[owner].top = state["top"][owner].to(layer.weight.device, torch.int64)
+            layer.basis, layer.settled = bases[owner], name in state["shared"]
+        self._prepare()
+
+    def resume(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on where ``optimizer``, whose state has been loaded, was saved. One without such a state changes nothing."""
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        state = optimizer.param_groups[0].get(STATE_KEY)
+        if state is not None:
+            self.load_state_dict(state)
+
+    # -- what was done ----------------------------------------------------------------------------
+
+    def report(self) -> CompressionReport:
+        """Which layers are compressed, which share a subspace, which are left alone and why."""
+        rows = [
+            LayerRow(name, layer.basis.features, layer.basis.rank, layer.basis.name, layer.matrix().shape[0])
+            for name, layer in self.layers.items()
+        ]
+        recomputed = self.recomputation.entries if self.recomputation is not None else ()
+        return CompressionReport(self.config, tuple(rows), tuple(self.skipped), tuple(recomputed))
+
+    def restore(self) -> None:
+        """Make every layer the plain one again: same weight, no carrier, nothing left behind. Call it between steps;
+        gradients of carriers are dropped."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self.recomputation is not None:
+            self.recomputation.restore()
+        for layer in (*self.layers.values(), *self.exact.values()):
+            unpatch(layer)
+        self._model.__dict__.pop(OWNER, None)
+        _alive.discard(self)
+
+
+def compressions_of(optimizer: torch.optim.Optimizer) -> list[Compression]:
+    """Those whose carriers ``optimizer`` holds."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [c for c in list(_alive) if any(id(_carrier(layer)) in held for layer in c.layers.values())]
+
+
+def compression_of(model: nn.Module) -> Compression | None:
+    """The compression of ``model``, if it has one."""
+    return next((m.__dict__[OWNER] for m in model.modules() if OWNER in m.__dict__), None)
+
+
+def _carrier(layer: nn.Module) -> Tensor:
+    return layer._parameters[CARRIER]
+
+
+def _sum_over_processes(energies: list[Tensor]) -> None:
+    """Each process has seen its own part of the batch; all must choose the same coordinates."""
+    distributed = torch.distributed
+    if not energies or not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if distributed.get_world_size() > 1:
+        for energy in energies:
+            distributed.all_reduce(energy)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    for compression in list(_alive):
+        compression.after_step(optimizer)
+
+
+register_optimizer_step_post_hook(_after_step)

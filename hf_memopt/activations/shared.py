@@ -1,0 +1,84 @@
+"""Who reads the same tensor: found by watching, not by a list of model names.
+
+While the module that holds some compressed layers runs its forward (an attention, an MLP), the tensors that these
+layers are given are remembered, and z is made once for each. A scope opens when that forward begins and closes when
+it ends, also by an exception, so nothing outlives it, no number of a freed tensor is taken for a new one, and a module
+that calls itself has one scope a call. Nothing of it decides what autograd keeps: each layer saves z itself, and they
+are one storage. Recomputation under gradient checkpointing runs the same forward and finds the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .basis import InputBasis
+
+
+@dataclass
+class _Seen:
+    x: Tensor
+    version: int
+    basis: InputBasis
+    compressed: dict[tuple, Tensor] = field(default_factory=dict)
+
+
+class _Scopes(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[dict[int, _Seen]] = []
+
+
+_scopes = _Scopes()
+
+
+def watch(parent: nn.Module) -> list[Any]:
+    """Open a scope for each forward of ``parent``; the handles of its hooks."""
+    return [
+        parent.register_forward_pre_hook(_open),
+        parent.register_forward_hook(_close, always_call=True),
+    ]
+
+
+def _open(module: nn.Module, args: tuple) -> None:
+    _scopes.stack.append({})
+
+
+def _close(module: nn.Module, args: tuple, output: Any) -> None:
+    if _scopes.stack:
+        _scopes.stack.pop()
+
+
+def first_reader(x: Tensor, basis: InputBasis) -> InputBasis:
+    """The basis of the first layer that was given ``x`` in this scope, if it fits ``basis``; else ``basis`` itself."""
+    seen = _seen(x, basis)
+    if seen is None or (seen.basis.features, seen.basis.rank) != (basis.features, basis.rank):
+        return basis
+    return seen.basis
+
+
+def compress(x: Tensor, basis: InputBasis, dtype: torch.dtype) -> Tensor:
+    """z = x P in ``dtype`` without gradient, once a scope."""
+    seen = _seen(x, basis)
+    key = (id(basis), basis.epoch, dtype)
+    if seen is not None and key in seen.compressed:
+        return seen.compressed[key]
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        basis.observe(x)
+        z = basis.projection(x.device, dtype).project(x.detach().to(dtype))
+    if seen is not None:
+        seen.compressed[key] = z
+    return z
+
+
+def _seen(x: Tensor, basis: InputBasis) -> _Seen | None:
+    if not _scopes.stack:
+        return None
+    scope = _scopes.stack[-1]
+    seen = scope.get(id(x))
+    if seen is None or seen.version != x._version:
+        seen = scope[id(x)] = _Seen(x, x._version, basis)
+    return seen
