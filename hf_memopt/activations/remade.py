@@ -18,11 +18,11 @@ ends when the tensor or an input is changed in place (their version counters mov
 unnoticed, as it does by autograd. A note is not copied or pickled with its tensor.
 
 **Made once.** q, k and v (gate and up) read one tensor; their backward passes follow one another. A slot per thread
-holds the tensor made last, and gives it only to consumers of the same recipe within the same backward pass (the
-engine's number of it). Another graph is another recipe, another pass over the same graph or a pass within a pass (reentrant
-checkpointing) another number, so a stale tensor is never given; it is made anew. The slot is emptied when the last
-consumer has been served, when another tensor is to be made, at the end of the pass, and, where an exception
-ended the pass, by the next note.
+holds the tensor made last, and gives it only to consumers of the same recipe within the same backward pass (known by
+the engine's number of it). Another graph is another recipe; another pass over the same graph, or a pass within a pass
+(reentrant checkpointing), is another number. So a stale tensor is never given; it is made anew. The slot is emptied
+when the last consumer has been served, when another tensor is to be made, at the end of the pass, and, where an
+exception ended the pass, by the next note.
 """
 
 from __future__ import annotations
