@@ -1,9 +1,8 @@
-"""Recomputed norms, activations and gated MLPs: the same bits everywhere, fewer bytes kept, and undone without a trace."""
+"""Recomputed norms, activations and gated MLPs: the same bits, fewer bytes kept, undone without a trace."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import weakref
 
@@ -122,7 +121,13 @@ def test_under_gradient_checkpointing(name, mode, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     expected = gradients(model, inputs, autocast)
-    recompute(use_notes(model))
+    recompute(model)
+    assert_same(gradients(model, inputs, autocast), expected)
+    if reentrant and autocast and name != "llama":
+        # there a block's input is a leaf, of which autocast caches one cast for q, k and v: their gradients are added
+        # up in bf16, by any function that casts by itself in fp32
+        return
+    use_notes(model)
     assert_same(gradients(model, inputs, autocast), expected)
 
 
@@ -260,7 +265,6 @@ def test_nothing_stays_alive_after_the_graph():
     refs = [weakref.ref(x), weakref.ref(y)]
     del x, y
     assert [ref() for ref in refs] == [None, None]  # by counting references alone: there is no cycle
-    gc.collect()
 
 
 def test_without_gradients_and_with_other_arguments_the_original_runs():
@@ -287,13 +291,19 @@ def test_an_exception_in_forward_changes_nothing():
     layer(torch.randn(3, 64, requires_grad=True)).sum().backward()
 
 
-def test_gradients_of_gradients_are_refused():
-    layer = norm(torch.float32)
-    recompute(layer)
-    x = torch.randn(3, 64, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+def test_gradients_of_gradients():
+    layer = nn.RMSNorm(16).double()
+    assert recompute(layer).recomputed == [""]
+    x = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradgradcheck(lambda x: (layer(x) ** 2).sum(), x)
+
+    def penalty():
+        (grad,) = torch.autograd.grad((layer(x) ** 2).sum(), x, create_graph=True)
+        return torch.autograd.grad((grad**2).sum(), [x, layer.weight])
+
+    got = penalty()
+    restore(layer)
+    torch.testing.assert_close(got, penalty(), rtol=1e-12, atol=1e-12)  # other orders of sums, in double precision
 
 
 def test_more_uses_of_the_input_than_are_told_apart_are_added_up():
@@ -369,7 +379,7 @@ def test_reasons():
             "random": RandomNorm().eval(),
             "two": TwoInputsNorm(),
             "same": ACT2FN["linear"],
-            "buffers": ACT2FN["xielu"],
+            "xielu": ACT2FN["xielu"],
             "replaced": nn.LayerNorm(4),
             "good": nn.LayerNorm(4),
         }
@@ -382,7 +392,7 @@ def test_reasons():
         "random": "it returns something else when called again",
         "two": "its forward does not take one tensor",
         "same": "it returns or changes its input",
-        "buffers": "it has buffers",
+        "xielu": "it has buffers",
         "replaced": "its forward has been replaced on the instance already",
         "good": "recomputed",
     }
@@ -440,7 +450,8 @@ def test_replicas_of_data_parallel_give_gradients_to_the_parameters():
     layer = norm(torch.float32)
     recompute(layer)
     replica = layer._replicate_for_data_parallel()  # as torch.nn.parallel.replicate fills it
-    replica._former_parameters["weight"] = replica.weight = layer.weight * 1
+    replica._former_parameters = {"weight": layer.weight * 1}
+    replica.weight = replica._former_parameters["weight"]
     x = torch.randn(3, 64)
     replica(x).sum().backward()
     got, layer.weight.grad = layer.weight.grad, None
