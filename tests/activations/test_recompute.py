@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 from hf_memopt.activations import recompute as module_under_test
 from hf_memopt.activations.recompute import recompute, restore
@@ -218,6 +219,38 @@ def test_a_norm_before_an_mlp_costs_nothing():
     x = torch.randn(1, tokens, width).to(dtype).requires_grad_()
     recompute(use_notes(block))
     assert saved_bytes(block, lambda: block(x)) == tokens * (width + 2 * inner) * dtype.itemsize
+
+
+def test_a_llama_layer_keeps_less_than_half():
+    """Bytes per token and layer in bf16, with H, KV, I the widths and a heads: 20 H + 4 KV + 8 I + 4 a + 8 (the two
+    rsqrt) become 8 H + 4 KV + 4 I + 4 a: the two norms' inputs, attention's q, k, v, output and lse, gate and up."""
+    tokens, (h, kv, i, a) = 16, (64, 32, 160, 4)
+
+    def total(layers, patch):
+        model = LlamaForCausalLM(LlamaConfig(**{**GQA, "num_hidden_layers": layers})).to(torch.bfloat16)
+        if patch:
+            recompute(use_notes(model))
+        ids = torch.arange(tokens)[None]
+        return saved_bytes(model, lambda: model(input_ids=ids).logits)
+
+    layer = {patch: total(3, patch) - total(2, patch) for patch in (False, True)}
+    assert layer[False] == tokens * (20 * h + 4 * kv + 8 * i + 4 * a + 8)
+    assert layer[True] == tokens * (8 * h + 4 * kv + 4 * i + 4 * a)
+
+
+def test_t5_keeps_its_conversion_to_the_dtype_of_wo():
+    mlp = T5DenseGatedActDense(T5Config(**T5, feed_forward_proj="gated-gelu")).to(torch.bfloat16)
+    mlp.wo.float()
+    x = torch.randn(3, 64).to(torch.bfloat16).requires_grad_()
+
+    def run():
+        torch.manual_seed(0)
+        y = mlp(x)
+        return y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])
+
+    expected = run()
+    assert recompute(mlp).recomputed == [""] and expected[0].dtype == torch.float32
+    assert all(map(torch.equal, run(), expected))
 
 
 def test_an_activation_and_its_reader_keep_the_input_only():
