@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..options import CompActConfig
@@ -164,9 +163,7 @@ class Compression:
             },
             "epochs": {basis.name: basis.epoch for basis in self.bases()},
             "top": {
-                basis.name: basis.top.to(torch.int32)
-                for basis in self.bases()
-                if basis.top is not None and not isinstance(basis.top, FakeTensor)
+                basis.name: basis.top.to(torch.int32) for basis in self.bases() if basis.top is not None
             },
         }
 

@@ -6,6 +6,9 @@ computed, and there is no formula that could drift from the code. The one piece 
 which works through pointers: its stand-in allocates what the Triton kernels do (``kernels/simulated.py``). And of
 updates that are the same, operation by operation, one is carried out (``repeats.py``).
 
+A builder of an optimizer may change the model: parameters that it adds (the carriers of CompAct) count as weights, and
+what hooks of the step do (folding carriers into weights) as the optimizer's work.
+
 ``measure`` runs the same iterations on real tensors of the CPU, counted in the same way. The tests hold the two equal.
 
 Not counted, because no framework code sees it: the CUDA context, workspaces inside kernels (cuBLAS, attention), and the
@@ -23,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
 from .. import kernels
@@ -40,7 +44,8 @@ class SimulatedMemory:
 
     ``phases`` has the peak of each of ``forward``, ``backward`` and ``step`` (with ``zero_grad``), ``after`` what is
     alive when each has ended. ``largest`` are the largest kinds of storages at the highest of these moments.
-    ``first_peak_bytes`` is the highest moment of the iterations before, which allocate the state.
+    ``first_peak_bytes`` is the highest moment of the iterations before, which allocate the state. ``parameters`` are
+    those of the model as it was built.
     """
 
     phases: dict[str, Peak]
@@ -175,8 +180,9 @@ def _iterate(
     log.label(data.values(), "other")
     log.label(parameters, "weights")
     log.label(model.buffers(), "buffers")
-    marks = []
+    marks, elements = [], sum(p.numel() for p in parameters)
     with log, _gradient_hooks(log, parameters, build_optimizer, model) as optimizer:
+        parameters = list(model.parameters())
         for _ in range(options.steps):
             marks.append(log.position)
             with log.during("forward"):
@@ -190,7 +196,7 @@ def _iterate(
             with log.during("optimizer"):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            log.label(tensors_in(dict(optimizer.state)), "optimizer state")
+            log.label(tensors_in([dict(optimizer.state), _of_groups(optimizer)]), "optimizer state")
     *_, begin, forward, backward = marks
     ends = {"forward": forward, "backward": backward, "step": log.position}
     phases = {
@@ -202,7 +208,7 @@ def _iterate(
         after={phase: log.at(end) for phase, end in ends.items()},
         largest=tuple(log.kinds(max(phases.values(), key=lambda p: p.nbytes).position)[: options.largest]),
         first_peak_bytes=log.peak(0, begin).nbytes,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=elements,
         tokens=options.tokens,
         batch=options.batch,
         granularity=options.granularity,
@@ -217,7 +223,7 @@ def _gradient_hooks(
     """The optimizer, between two hooks of ours on each parameter: hooks run in the order in which they were registered.
 
     The first labels the gradient and opens the optimizer's section, for optimizers that update during backward; the
-    last closes it.
+    last closes it. Parameters that the builder adds to the model get the first one as they are registered.
     """
 
     def opens(p: Tensor) -> None:
@@ -227,16 +233,30 @@ def _gradient_hooks(
     def closes(p: Tensor) -> None:
         log.section = "backward"
 
-    trained = [p for p in parameters if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(opens) for p in trained]
+    def added(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
+        if p is not None:
+            log.label([p], "weights")
+            if p.requires_grad:
+                handles.append(p.register_post_accumulate_grad_hook(opens))
+
+    handles = [p.register_post_accumulate_grad_hook(opens) for p in parameters if p.requires_grad]
     try:
-        with log.during("optimizer"):
-            optimizer = build_optimizer(model)
-        handles += [p.register_post_accumulate_grad_hook(closes) for p in trained]
+        registration = register_module_parameter_registration_hook(added)
+        try:
+            with log.during("optimizer"):
+                optimizer = build_optimizer(model)
+        finally:
+            registration.remove()
+        handles += [p.register_post_accumulate_grad_hook(closes) for p in model.parameters() if p.requires_grad]
         yield optimizer
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _of_groups(optimizer: Optimizer) -> list[Any]:
+    """What the groups hold beside their parameters."""
+    return [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
 
 
 def _checkpoint(model: nn.Module, wanted: bool | str) -> None:

@@ -1,8 +1,7 @@
 """The memory simulation of GaLore: byte for byte the real optimizer in a step in which every matrix refreshes.
 
-The real runs are of the real ``GaLoreAdamW`` on real tensors, with the Triton kernels' allocations and their launches
-left out, as in ``test_simulate.py``: the CPU's kernels have temporaries of other sizes. Without a launch there is no
-answer to read either, a byte a parameter that a simulation does not keep.
+The real runs are of the real ``GaLoreAdamW`` on real tensors, with the Triton kernels' launches left out
+(``conftest.py``).
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_memopt import kernels
 from hf_memopt.memory import simulate
-from hf_memopt.optim.answers import Answers
 from hf_memopt.optim.builders import galore
 from hf_memopt.parsing import parse_options
 from hf_memopt.registry import get_optimizer
@@ -37,30 +34,6 @@ def varied(model, batch):
     """The loss on tokens that differ: equal ones give attention no gradient."""
     ids = batch["attention_mask"].cumsum(1)
     return model(input_ids=ids, attention_mask=batch["attention_mask"], labels=ids, use_cache=False).loss
-
-
-@pytest.fixture
-def launches_left_out(monkeypatch):
-    pytest.importorskip("triton")
-    from hf_memopt.kernels import triton, triton_kernels
-
-    class Launched:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: None
-
-    for name in ("squared_sums", "ternary_factors", "ternary_update", "gradient_check", "dense_update"):
-        monkeypatch.setattr(triton_kernels, name, Launched())
-    chosen = kernels.select
-
-    def select(kernel, device):
-        name, backend = chosen(kernel, device)
-        return (name, backend) if name == "simulated" else ("triton", triton)
-
-    def applied(self, state, answer):
-        state["step"] += 1
-
-    monkeypatch.setattr(kernels, "select", select)
-    monkeypatch.setattr(Answers, "add", applied)
 
 
 def real_and_simulated(build, name, steps=2, **options):
