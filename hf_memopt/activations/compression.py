@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..options import CompActConfig
+from . import shared
 from .basis import InputBasis
 from .folding import fold
 from .layers import CARRIER, unpatch
@@ -96,6 +97,7 @@ class Compression:
                 f"The optimizer's state is of step {saved['steps']} and the compressed layers are at {self.steps}: "
                 "call compression.resume(optimizer) after optimizer.load_state_dict(...)."
             )
+        shared.close()
         self.steps += 1
         made: dict[int, tuple[InputBasis, Projection]] = {}
         for name, layer in sorted(self.layers.items(), key=lambda item: id(item[1].basis)):
@@ -219,7 +221,9 @@ class Compression:
 
     def restore(self) -> None:
         """Make every layer the plain one again: same weight, no carrier, nothing left behind. Call it between steps;
-        gradients of carriers are dropped."""
+        gradients of carriers are dropped. Once more changes nothing."""
+        if self._model.__dict__.get(OWNER) is not self:
+            return
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
