@@ -166,7 +166,8 @@ def test_lora_is_refused_with_the_reason():
     model = get_peft_model(build("llama"), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
     before = [(type(m), len(m._forward_hooks)) for m in model.modules()]
     with pytest.raises(
-        ValueError, match=r"No linear layer of this model would be compressed.*14 x frozen.*8 x part of an adapter.*adapters of LoRA"
+        ValueError,
+        match=r"No linear layer of this model would be compressed.*14 x frozen.*8 x part of an adapter.*adapters of LoRA",
     ):
         compress_activations(model)
     assert before == [(type(m), len(m._forward_hooks)) for m in model.modules()]
