@@ -127,9 +127,12 @@ def test_accumulation_is_one_large_batch(kind):
         for part in x.chunk(parts):
             (ours(part).square().mean() / parts).backward()
         found.append((gradients(ours), [basis.energy for basis in compression.bases()]))
+    largest = max(g.abs().max() for g in found[0][0].values())
     for name, whole in found[0][0].items():
-        # sums of 40 rows in four parts: as Higham bounds them, by the sum of what was added; the rest lies within
-        assert ((whole - found[1][0][name]).abs() <= 200 * E * whole.abs().max()).all(), name
+        # sums of 40 rows in four parts, of at most five layers one behind the other: 40 E each, of the largest gradient
+        # (those of the key's bias cancel to zero)
+        assert ((whole - found[1][0][name]).abs() <= 200 * E * largest).all(), name
+        assert whole.abs().max() > 1e3 * E * largest or name.endswith("key.bias"), name
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert (one is None) == (kind != "principal")
         assert one is None or torch.allclose(one, other, rtol=50 * E, atol=0)
