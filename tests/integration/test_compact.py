@@ -272,14 +272,26 @@ def test_an_optimizer_that_exists_already_is_refused(tmp_path):
         Trainer(model, args, train_dataset=texts(), callbacks=[CompActCallback()], optimizers=optimizers)
 
 
-@pytest.mark.parametrize("optim", ["compact_adamw", "adamw_torch"])
-def test_a_model_that_model_init_makes_anew_is_compressed_too(optim, tmp_path):
-    """The Trainer calls ``model_init`` once more when it trains; nothing may train uncompressed in silence."""
+def compressed_llama():
+    model = tiny_llama()
+    hf_memopt.compress_activations(model, CompActConfig(rank=0.5))
+    return model
+
+
+@pytest.mark.parametrize(("optim", "make"), [("compact_adamw", tiny_llama), ("adamw_torch", compressed_llama)])
+def test_a_model_of_model_init(optim, make, tmp_path):
     args = arguments(tmp_path, optim=optim, max_steps=2, save_strategy="no")
-    callbacks = [CompActCallback(CompActConfig(rank=0.5))] if optim == "adamw_torch" else None
-    t = Trainer(model_init=lambda: tiny_llama(), args=args, train_dataset=texts(), callbacks=callbacks)
+    t = Trainer(model_init=lambda: make(), args=args, train_dataset=texts())
     t.train()
     assert compression_of(t.model).steps == 2
+
+
+def test_the_callback_cannot_compress_what_model_init_makes_later(tmp_path):
+    """The Trainer calls it once more when it trains, and nothing may train uncompressed in silence."""
+    args = arguments(tmp_path, optim="adamw_torch", max_steps=2, save_strategy="no")
+    t = Trainer(model_init=lambda: tiny_llama(), args=args, train_dataset=texts(), callbacks=[CompActCallback()])
+    with pytest.raises(RuntimeError, match="not the one that CompActCallback compressed.*compress_activations"):
+        t.train()
 
 
 def test_options_in_two_places_must_agree(tmp_path):
