@@ -158,13 +158,9 @@ class Compression:
         return {
             "steps": self.steps,
             "options": {key: getattr(self.config, key) for key in KEPT},
-            "shared": {
-                name: layer.basis.name for name, layer in self.layers.items() if layer.settled
-            },
+            "shared": {name: layer.basis.name for name, layer in self.layers.items() if layer.settled},
             "epochs": {basis.name: basis.epoch for basis in self.bases()},
-            "top": {
-                basis.name: basis.top.to(torch.int32) for basis in self.bases() if basis.top is not None
-            },
+            "top": {basis.name: basis.top.to(torch.int32) for basis in self.bases() if basis.top is not None},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
