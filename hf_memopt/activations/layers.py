@@ -83,6 +83,9 @@ class LeanLayer:
 class MemoptLinear(LeanLayer, nn.Linear):
     """``nn.Linear`` that keeps less."""
 
+    def forward(self, input: Tensor) -> Tensor:  # under the plain layer's name of it
+        return super().forward(input)
+
 
 _CLASSES: dict[type, type] = {nn.Linear: MemoptLinear}
 
