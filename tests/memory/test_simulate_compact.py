@@ -78,7 +78,7 @@ def test_equals_the_real_run_of_recomputation_alone(checkpointing, launches_left
 
 
 def test_every_byte_is_counted_as_what_it_is():
-    """Weights are the model's and the carriers, gradients are those of what is trained; only then there is no gradient."""
+    """Weights are the model's and the carriers, gradients are those of what is trained."""
     build, name = llama(torch.bfloat16, **LAYERS), "compact_adamw"
     found = simulate.simulate(build, optimizer(name), tokens=TOKENS, granularity=1, gradient_checkpointing=False)
     model = build()
