@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..options import CompActConfig
+from . import shared
 from .basis import InputBasis
 from .folding import fold
 from .layers import CARRIER, unpatch
@@ -96,14 +97,22 @@ class Compression:
                 f"The optimizer's state is of step {saved['steps']} and the compressed layers are at {self.steps}: "
                 "call compression.resume(optimizer) after optimizer.load_state_dict(...)."
             )
+        shared.close()
+        if not any(layer.settled for layer in self.layers.values()):
+            logger.warning(
+                "No compressed layer has run in train() mode before this step, so their weights stay as they are: call "
+                "model.train() before training."
+            )
         self.steps += 1
         made: dict[int, tuple[InputBasis, Projection]] = {}
         for name, layer in sorted(self.layers.items(), key=lambda item: id(item[1].basis)):
             if name in held:
                 group = groups[id(_carrier(layer))]
                 self._fold(name, layer, group, made)
-        self._advance()
-        optimizer.param_groups[0][STATE_KEY] = self.state_dict()
+        refreshed = self._advance()
+        if saved is None or refreshed:
+            saved = self.state_dict()
+        optimizer.param_groups[0][STATE_KEY] = {**saved, "steps": self.steps}
 
     def _fold(self, name: str, layer: nn.Module, group: dict[str, Any], made: dict) -> None:
         carrier, basis = _carrier(layer), layer.basis
@@ -128,14 +137,16 @@ class Compression:
         first = steps == 1 and self.config.projection == "principal"
         return first or steps % self.config.update_proj_gap == 0
 
-    def _advance(self) -> None:
-        bases = self.bases()
-        if self._due(self.steps):
+    def _advance(self) -> bool:
+        """Refresh the subspaces if that is due; whether it was."""
+        bases, due = self.bases(), self._due(self.steps)
+        if due:
             observed = [basis for basis in bases if basis.energy is not None]
             _sum_over_processes([basis.energy for basis in observed])
             for basis in bases:
                 basis.refresh()
         self._prepare()
+        return due
 
     def _prepare(self) -> None:
         wanted = self._due(self.steps + 1)
@@ -215,7 +226,9 @@ class Compression:
 
     def restore(self) -> None:
         """Make every layer the plain one again: same weight, no carrier, nothing left behind. Call it between steps;
-        gradients of carriers are dropped."""
+        gradients of carriers are dropped. Once more changes nothing."""
+        if self._model.__dict__.get(OWNER) is not self:
+            return
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
