@@ -2,10 +2,10 @@
 
 Three models in bf16, one sequence of 512 tokens, sdpa attention, no mask: SmolLM2-135M as it is, and Llama's
 architecture in the shapes of Llama-3.2-1B and Llama-2-7B on tensors without storage. Counted is what forward leaves
-behind for backward (`held_bytes.py`): for a block from its input to its output, its input included where it is kept; for
-the model with the loss that transformers computes. Weights and carriers are not counted, nor what does not grow with
-the tokens of a block: the rotary embedding, which all blocks share, and the energies by which `principal` chooses
-coordinates (4 bytes a feature, in the step before a refresh).
+behind for backward (`held_bytes.py`): for a block from its input to its output, the input included where it is kept;
+for the model with the loss that transformers computes. Weights and carriers are not counted, nor the rotary embedding
+of a block, which all blocks share, nor the energies by which `principal` chooses coordinates (4 bytes a feature, in
+the step before a refresh).
 
 One process and one JSON file a configuration. Bytes come from shapes alone, so one forward pass is enough.
 """
@@ -77,11 +77,11 @@ def per_token(sizes: dict[str, int], way: Way) -> int:
     """Bytes a token that a Llama block in 16 bits keeps, by the shapes of its tensors; H, K, I: widths of the residual
     stream, of keys and of the MLP; a: heads.
 
-    Plain: two norms, each with an fp32 copy of the input, its normalised value in 16 bits and a root (4 H + 2 H + 4); their
-    outputs (2 H each); q, k, v and the attention's output (4 H + 4 K) with 4 a for the softmax; gate, its activation, up
-    and the product (8 I). CompAct keeps ``rank`` of the norms' outputs and of the product. Recomputation keeps the norms'
-    inputs in 16 bits (2 H each), the attention's tensors, gate and up; what is read is made again, so nothing remains to
-    be compressed. Checkpointing keeps the block's input.
+    Plain: two norms, each with an fp32 copy of the input, its normalised value in 16 bits and a root (4 H + 2 H + 4);
+    their outputs (2 H each); q, k, v and the attention's output (4 H + 4 K) with 4 a for the softmax; gate, its
+    activation, up and the product (8 I). CompAct keeps ``rank`` of the norms' outputs and of the product.
+    Recomputation keeps the norms' inputs in 16 bits (2 H each), the attention's tensors, gate and up; what linear layers
+    read is made again, so nothing remains to be compressed. Checkpointing keeps the block's input.
     """
     h, i, a = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
     k = h * sizes.get("num_key_value_heads", a) // a

@@ -1,10 +1,10 @@
 """Seconds of a whole training step, for `benchmarks/compact.py --steps-time`. CPU, one thread.
 
-Forward, backward, optimizer and folding of 2 x 256 tokens through Llama blocks of SmolLM2-135M's widths: 6 of its 30, so
-that all configurations stay in memory together, and a fifth of its vocabulary, so that the output head has the share of
-the work that it has in the whole model. One process for each dtype. In a round every configuration makes one step, the
-order rotating; ratios are taken round by round, so a busy moment of the machine hits both sides. Each configuration first
-makes `FIRST` steps that are not counted: the state is allocated, the kernel compiled, coordinates are chosen.
+Forward, backward, optimizer and folding of 2 x 256 tokens through Llama blocks of SmolLM2-135M's widths: 6 of its 30,
+so that all configurations stay in memory together, and a fifth of its vocabulary, so that the output head has the share
+of the work that it has in the whole model. One process for each dtype. In a round every configuration makes one step,
+the order rotating; ratios are taken round by round, so a busy moment of the machine hits both sides. Each configuration
+first makes `FIRST` steps that are not counted: state is allocated, the kernel compiled, coordinates are chosen.
 
 Plain is torch's AdamW (foreach); the package's own AdamW kernel, which CompAct uses, stands beside it. Peak memory is
 simulated for the same training (`hf_memopt/memory/simulate.py`).
