@@ -38,3 +38,20 @@ def adamw_weight(
     """
     of_update = 3 * E / (1 - betas[0]) + second_moment(betas[1], steps) / 2 + 8 * E
     return steps * (lr * largest_ratio * of_update + 3 * E * largest_weight)
+
+
+SIGMAS = 6.0
+"""A mean of independent samples lies further out than this many of its standard errors once in 5e8 times; a test
+compares at most some thousand means."""
+
+
+def standard_error(variance: torch.Tensor | float, samples: int) -> torch.Tensor | float:
+    """Of the mean of ``samples`` independent samples of this variance."""
+    return (variance / samples) ** 0.5
+
+
+def products(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Element-wise, of ``a @ b`` computed in ``dtype`` with sums in fp32: Higham's k E sum |a| |b|, and one rounding."""
+    a, b = a.double().abs(), b.double().abs()
+    size = a @ b
+    return a.shape[-1] * E * size + HALF_SPACING[dtype] * size

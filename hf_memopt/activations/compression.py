@@ -124,7 +124,7 @@ class Compression:
         torch.autograd.graph.increment_version(layer.weight)
 
     def _due(self, steps: int) -> bool:
-        """Whether the subspaces are refreshed after so many steps. By energy first after step 1, which has seen some."""
+        """Whether the subspaces are refreshed after so many steps; by energy first after step 1, which saw some."""
         first = steps == 1 and self.config.projection == "principal"
         return first or steps % self.config.update_proj_gap == 0
 
@@ -195,7 +195,7 @@ class Compression:
         self._prepare()
 
     def resume(self, optimizer: torch.optim.Optimizer) -> None:
-        """Go on where ``optimizer``, whose state has been loaded, was saved. One without such a state changes nothing."""
+        """Go on where ``optimizer``, whose state has been loaded, was saved. One without changes nothing."""
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         state = optimizer.param_groups[0].get(STATE_KEY)

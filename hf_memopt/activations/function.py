@@ -26,7 +26,7 @@ from .remade import Kept
 
 class LeanLinear(torch.autograd.Function):
     """Arguments: x (..., n); weight (m, n), or (n, m) if ``transposed``; bias (m,) or None; carrier (m, r) or None;
-    z (..., r) or None; what is kept of x's recipe, or None; the basis, or None; ``transposed``; what x is remade from."""
+    z (..., r) or None; what is kept of x's recipe, or None; the basis, or None; ``transposed``; the recipe's inputs."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,8 @@ class LeanLinear(torch.autograd.Function):
         dx = dw = db = dc = None
         if needs_x:
             own = weight.to(dy.dtype)
-            dx = (flat @ (own.T if ctx.transposed else own)).view(*dy.shape[:-1], -1)
+            own = own.T if ctx.transposed else own
+            dx = (flat @ own).view(*dy.shape[:-1], own.shape[1])
         if needs_bias:
             db = flat.sum(0)
         if needs_weight or needs_carrier:

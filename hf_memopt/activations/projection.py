@@ -59,7 +59,7 @@ class Coordinates:
 
     def project(self, x: Tensor) -> Tensor:
         """(..., n) to (..., r)."""
-        return x.index_select(-1, self.index).mul_(self.weight.to(x.dtype))
+        return x.index_select(-1, self.index).mul_(self.weight)  # in fp32: a rounded weight would be a bias
 
     def add_to(self, rows: Tensor, carrier: Tensor, scale: float) -> None:
         """``rows`` (k, n) fp32 += scale ``carrier`` (k, r) P^T, in place."""

@@ -31,7 +31,7 @@ wrap them before or after.
 The original forward runs, untouched, when nothing needs a gradient, when a module is called with more than one
 tensor or with keywords, and under torch.compile, whose partitioner recomputes such operations by itself.
 
-Not possible: gradients of gradients (raises), changing x in place after the norm read it (autograd raises, even where
+Not possible: changing x in place after the norm read it (autograd raises, even where
 the original had its own copy), parameters sharded so that they are whole only during their own module's backward
 (DeepSpeed ZeRO-3).
 """
@@ -45,7 +45,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from . import structure
 from .remade import Recipe, autocast_state, note, reenter
@@ -66,23 +65,27 @@ class Recompute(torch.autograd.Function):
         return function(x, *others)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[USES:]  # the inputs are function, x (USES times), others: from the last x on
-        inputs = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needs, strict=True)]
+        again = torch.is_grad_enabled()  # create_graph: what follows is to be differentiated as well
         with torch.enable_grad(), reenter(ctx.autocast):
+            inputs = [
+                (t.view_as(t) if again else t.detach().requires_grad_()) if need else t.detach()
+                for t, need in zip(ctx.saved_tensors, needs, strict=True)
+            ]
             y = ctx.function(*inputs)
-        wanted = [t for t in inputs if t.requires_grad]
-        x = inputs[0]
-        edges = _edges_to(x, y) if x.requires_grad else []
         uses: list[Tensor] = []
-        for node, places in edges if sum(len(places) for _, places in edges) > 1 else []:
-            node.register_hook(functools.partial(_collect, uses, places))
-        found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, grad, allow_unused=True), strict=True))
-        of_x = uses or [found.get(id(x))]
-        if len(of_x) > USES:
-            of_x[USES - 1 :] = [functools.reduce(torch.add, of_x[USES - 1 :])]
-        return None, *of_x, *[None] * (USES - len(of_x)), *[found.get(id(t)) for t in inputs[1:]]
+        edges = _edges_to(inputs[0], y) if needs[0] and not again else []
+        if sum(len(places) for _, places in edges) > 1:
+            for node, places in edges:
+                node.register_hook(functools.partial(_collect, uses, places))
+        wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
+        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True, create_graph=again))
+        of_x, *of_others = [next(found) if need else None for need in needs]
+        uses = uses or [of_x]
+        if len(uses) > USES:
+            uses[USES - 1 :] = [functools.reduce(torch.add, uses[USES - 1 :])]
+        return None, *uses, *[None] * (USES - len(uses)), *of_others
 
 
 def _collect(uses: list[Tensor], places: list[int], grad_inputs: tuple, grad_outputs: tuple) -> None:
@@ -281,7 +284,9 @@ def _patch(module: nn.Module, kind: str) -> str:
     if kind == "gated mlp":
         roles, why_not = structure.roles_of(module, gated)
     else:
-        why_not = structure.why_not(module, OfInput(module, type(module), tuple(tensors_of(module))))
+        function = OfInput(module, type(module), tuple(tensors_of(module)))
+        function.state["training"] = True  # where it would be random, if anywhere
+        why_not = structure.why_not(module, function)
     if why_not is None:
         try:
             module.__class__ = _patched(type(module), roles)

@@ -95,7 +95,7 @@ def _tried(module: nn.Module, function: Callable[..., Tensor], parameters: list[
         x = _random(shape, like)
         before = x.clone()
         try:
-            with torch.autocast(x.device.type, enabled=False):
+            with torch.autocast(x.device.type, enabled=False), _fixed_random_numbers(x.device):
                 with torch.no_grad():
                     y = function(x, *parameters)
                 with torch.enable_grad():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations.compression import compressions_of
 from ..activations.layers import compressed_weights
 from ..codecs.base import Codec, all_specs, zeros
 from ..param_groups import TREATMENTS, Treatment, decide, unsupported_dtype
@@ -241,7 +242,14 @@ class CodecOptimizer(CheckedLoading):
             moved = compressed_weights(model)  # frozen for autograd only
             frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in moved)
         me = self.title() + (" with update in backward" if self.update_in_backward else "")
-        return MemoryReport(me, self.kernel_name(), tuple(GroupRow(*k, *v) for k, v in rows.items()), measured, frozen)
+        groups = tuple(GroupRow(*k, *v) for k, v in rows.items())
+        return MemoryReport(me, self.kernel_name(), groups, measured, frozen, self.stands_for())
+
+    def stands_for(self) -> int | None:
+        """How many parameters of the model are trained, if not as many as the optimizer holds."""
+        own = sum(p.numel() for _, _, p in self.named_params())
+        more = sum(r.weights - r.carriers for r in (c.report() for c in compressions_of(self)))
+        return own + more if more else None
 
     def title(self) -> str:
         """What the report calls the optimizer."""

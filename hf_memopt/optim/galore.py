@@ -34,8 +34,8 @@ from ..codecs.projected import STATES, Projection
 from ..kernels import projected, reference
 from ..kernels.scalars import MAX_GRADIENT, StepScalars, bias_correction, mix32, parameter_key
 from ..options import GaLoreOptions
-from ..parsing import parse_options
 from ..param_groups import Treatment, decide
+from ..parsing import parse_options
 from ..projections import basis as bases
 from ..projections.geometry import Subspace
 from ..projections.moments import change_of_basis, overlap, transport, transport_coordinates

@@ -31,17 +31,22 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """State of an optimizer. ``measured``: the bytes are of real storages (after the first step), not declared ones."""
+    """State of an optimizer. ``measured``: the bytes are of real storages (after the first step), not declared ones.
+
+    ``stands_for`` is how many parameters of the model it trains, where that is not the number of its own: carriers
+    stand for larger weights.
+    """
 
     optimizer: str
     kernel: str
     rows: tuple[GroupRow, ...]
     measured: bool
     frozen_parameters: int | None = None
+    stands_for: int | None = None
 
     @property
     def parameters(self) -> int:
-        return sum(row.parameters for row in self.rows)
+        return sum(row.parameters for row in self.rows) if self.stands_for is None else self.stands_for
 
     @property
     def state_bytes(self) -> int:
@@ -79,6 +84,9 @@ class MemoryReport:
         if self.frozen_parameters:
             lines.append(("none", "frozen", "", "", f"{self.frozen_parameters:,}", "0.00", human_bytes(0)))
         total = ("total", "measured" if self.measured else "declared", "", f"{sum(r.tensors for r in self.rows):,}")
+        if self.stands_for is not None:
+            own = sum(r.parameters for r in self.rows)
+            lines.append(("", "weights that carriers stand for", "", "", f"{self.parameters - own:+,}", "", ""))
         lines.append((*total, f"{self.parameters:,}", f"{self.bits_per_parameter:.2f}", human_bytes(self.state_bytes)))
         widths = [max(len(row[i]) for row in [head, *lines]) for i in range(len(head))]
         text = [f"{self.optimizer}, kernel {self.kernel}; fp32 AdamW would keep {human_bytes(8 * self.parameters)}"]

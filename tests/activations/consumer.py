@@ -1,4 +1,4 @@
-"""A linear layer that knows of notes: saves a recipe's inputs instead of its own input. Exact, by the original product."""
+"""A linear layer that knows of notes: saves a recipe's inputs instead of its own. Exact, by the original product."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def use_notes(model: nn.Module) -> nn.Module:
 
 
 def saved_storages(model: nn.Module, run) -> dict[int, tuple]:
-    """Address of each storage that autograd saves in ``run()``, parameters and buffers aside -> (bytes, shape, dtype)."""
+    """Address -> (bytes, shape, dtype) of the storages that autograd saves in ``run()``, the model's own aside."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     seen, alive = {}, []
 

@@ -78,7 +78,7 @@ def test_equals_the_real_run_of_recomputation_alone(checkpointing, launches_left
 
 
 def test_every_byte_is_counted_as_what_it_is():
-    """Weights are the model's and the carriers, gradients are of what is trained only."""
+    """Weights are the model's and the carriers, gradients are those of what is trained."""
     build, name = llama(torch.bfloat16, **LAYERS), "compact_adamw"
     found = simulate.simulate(build, optimizer(name), tokens=TOKENS, granularity=1, gradient_checkpointing=False)
     model = build()
@@ -111,7 +111,7 @@ def test_layerwise_holds_no_gradient_after_backward():
 
 
 def test_compression_and_recomputation_hold_fewer_activations():
-    """Inputs that are made again are not kept, compressed or not: recomputation leaves nothing to compress."""
+    """Inputs that are made again are not kept, compressed or not: with recomputation, compression saves no more of them."""
     builders = (plain, optimizer("compact_adamw", recompute="none"), recomputing, optimizer("compact_adamw"))
     asked = {"tokens": TOKENS, "granularity": 1, "gradient_checkpointing": False, "loss": without_logits}
     held = [simulate.simulate(llama(torch.bfloat16, **LAYERS), b, **asked).after["forward"] for b in builders]
