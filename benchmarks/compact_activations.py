@@ -80,8 +80,8 @@ def per_token(sizes: dict[str, int], way: Way) -> int:
     Plain: two norms, each with an fp32 copy of the input, its normalised value in 16 bits and a root (4 H + 2 H + 4);
     their outputs (2 H each); q, k, v and the attention's output (4 H + 4 K) with 4 a for the softmax; gate, its
     activation, up and the product (8 I). CompAct keeps ``rank`` of the norms' outputs and of the product.
-    Recomputation keeps the norms' inputs in 16 bits (2 H each), the attention's tensors, gate and up; what linear layers
-    read is made again, so nothing remains to be compressed. Checkpointing keeps the block's input.
+    Recomputation keeps the norms' inputs in 16 bits (2 H each), the attention's tensors, gate and up; what linear
+    layers read is made again, so nothing remains to be compressed. Checkpointing keeps the block's input.
     """
     h, i, a = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
     k = h * sizes.get("num_key_value_heads", a) // a

@@ -104,7 +104,8 @@ class Subject:
         return time.perf_counter() - start, float(loss.detach())
 
 
-def simulated_peak(way: Way, optimizer: str, dtype: torch.dtype, sizes: dict[str, Any]) -> int:
+def simulated_peaks(way: Way, optimizer: str, dtype: torch.dtype, sizes: dict[str, Any]) -> dict[str, int]:
+    """Phase -> bytes at its highest moment."""
     memory = simulate(
         lambda: build_model(dtype, sizes),
         build_optimizer(way, optimizer),
@@ -112,7 +113,7 @@ def simulated_peak(way: Way, optimizer: str, dtype: torch.dtype, sizes: dict[str
         batch=BATCH,
         gradient_checkpointing=way.checkpointing,
     )
-    return memory.peak_bytes
+    return {phase: peak.nbytes for phase, peak in memory.phases.items()}
 
 
 def measure(
@@ -128,7 +129,7 @@ def measure(
             name: {
                 "options": asdict(way),
                 "optimizer": optimizer,
-                "simulated_peak_bytes": simulated_peak(way, optimizer, kind, sizes),
+                "simulated_peak_bytes": simulated_peaks(way, optimizer, kind, sizes),
                 "seconds": [],
                 "losses": [],
             }
@@ -188,7 +189,10 @@ def rows(record: dict[str, Any]) -> list[dict[str, str]]:
                 "lowest - highest": f"{min(found['seconds']):.3f} - {max(found['seconds']):.3f}",
                 f"x {PLAIN_TORCH}": f"{statistics.median(of[PLAIN_TORCH]):.3f}",
                 f"x {PLAIN_OURS}": f"{statistics.median(of[PLAIN_OURS]):.3f}",
-                "peak, simulated": f"{found['simulated_peak_bytes'] / 1e6:,.0f} MB",
+                **{
+                    f"peak of {phase}, simulated": f"{nbytes / 1e6:,.0f} MB"
+                    for phase, nbytes in found["simulated_peak_bytes"].items()
+                },
             }
         )
     return cells
