@@ -98,7 +98,8 @@ class Compression:
                 "call compression.resume(optimizer) after optimizer.load_state_dict(...)."
             )
         shared.close()
-        if not any(layer.settled for layer in self.layers.values()):
+        settled = sum(layer.settled for layer in self.layers.values())
+        if not settled and self.steps == 0:
             logger.warning(
                 "No compressed layer has run in train() mode before this step, so their weights stay as they are: call "
                 "model.train() before training."
@@ -110,7 +111,7 @@ class Compression:
                 group = groups[id(_carrier(layer))]
                 self._fold(name, layer, group, made)
         refreshed = self._advance()
-        if saved is None or refreshed:
+        if saved is None or refreshed or len(saved["shared"]) != settled:
             saved = self.state_dict()
         optimizer.param_groups[0][STATE_KEY] = {**saved, "steps": self.steps}
 
