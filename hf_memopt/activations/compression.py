@@ -109,13 +109,13 @@ class Compression:
         for name, layer in sorted(self.layers.items(), key=lambda item: id(item[1].basis)):
             if name in held:
                 group = groups[id(_carrier(layer))]
-                self._fold(name, layer, group, made)
+                self._fold(name, layer, optimizer, group, made)
         refreshed = self._advance()
         if saved is None or refreshed or len(saved["shared"]) != settled:
             saved = self.state_dict()
         optimizer.param_groups[0][STATE_KEY] = {**saved, "steps": self.steps}
 
-    def _fold(self, name: str, layer: nn.Module, group: dict[str, Any], made: dict) -> None:
+    def _fold(self, name: str, layer: nn.Module, optimizer: Any, group: dict[str, Any], made: dict) -> None:
         carrier, basis = _carrier(layer), layer.basis
         kind = (id(basis), carrier.device, carrier.dtype)
         if kind not in made:
@@ -126,7 +126,7 @@ class Compression:
             carrier.detach(),
             made[kind],
             scale=self.config.scale,
-            decay=1.0 - float(group["lr"]) * float(group.get("weight_decay", 0.0) or 0.0),
+            decay=_decay(optimizer, group),
             name=name,
             seed=self.config.seed,
             step=self.steps,
@@ -256,6 +256,17 @@ def _carrier(layer: nn.Module) -> Tensor:
     return layer._parameters[CARRIER]
 
 
+def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
+    """1 - lr wd of a group."""
+    rate, decay = group.get("lr"), float(group.get("weight_decay") or 0.0)
+    if decay and rate is None:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no learning rate (lr=None), by which the weight decay of compressed layers "
+            "is applied: give it one, or set weight_decay=0."
+        )
+    return 1.0 - float(rate) * decay if decay else 1.0
+
+
 def _sum_over_processes(energies: list[Tensor]) -> None:
     """Each process has seen its own part of the batch; all must choose the same coordinates."""
     distributed = torch.distributed
@@ -267,6 +278,11 @@ def _sum_over_processes(energies: list[Tensor]) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    if len(_alive) > 1 and len(found := compressions_of(optimizer)) > 1:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds the carriers of {len(found)} compressed models: use one optimizer for "
+            "each, or put the models into one and compress that."
+        )
     for compression in list(_alive):
         compression.after_step(optimizer)
 

@@ -141,13 +141,13 @@ def test_pieces_give_the_same_numbers(monkeypatch, kind, decay, dtype):
 def test_temporaries_are_pieces(kind, decay):
     """No tensor of the weight's size is made for a bf16 weight; what is largest is one fp32 piece or hash of it."""
     m, n, r = 3072, 1024, 16
-    largest = folding.PIECE * 8  # of a piece: int64 columns times rows are broadcast as int32, sums are fp32
+    largest = folding.PIECE * 4
     weight, b = torch.zeros(m, n, dtype=torch.bfloat16), torch.ones(m, r, dtype=torch.bfloat16)
     p = make(kind, n, r, 1, DEVICE, torch.bfloat16)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         fold(weight, b, p, scale=1.0, decay=decay, name="l", seed=0, step=1)
-    sizes = [event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty"]
-    assert m * n * 4 > largest >= max(sizes or [0])
+    sizes = [event.cpu_memory_usage for event in profile.events()]
+    assert m * n * 4 > largest >= max(sizes) > 0
 
 
 # -- a whole step ------------------------------------------------------------------------------------------------------
