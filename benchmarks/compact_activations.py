@@ -1,6 +1,6 @@
 """Activation bytes of one decoder block and of a whole model, for `benchmarks/compact.py --activations`.
 
-Three models in bf16, one sequence of 512 tokens, sdpa attention, no mask: SmolLM2-135M as it is, and Llama's
+Three models in bf16, one sequence of 512 tokens, sdpa attention without a mask: SmolLM2-135M as it is, and Llama's
 architecture in the shapes of Llama-3.2-1B and Llama-2-7B on tensors without storage. Counted is what forward leaves
 behind for backward (`held_bytes.py`): for a block from its input to its output, the input included where it is kept;
 for the model with the loss that transformers computes. Weights and carriers are not counted, nor the rotary embedding
@@ -28,7 +28,7 @@ from benchmarks import common
 from benchmarks.fits import SIZES, VOCABULARY
 from benchmarks.held_bytes import held_bytes
 from hf_memopt import CompActConfig, compress_activations
-from hf_memopt.memory.simulate import materialise
+from hf_memopt.memory.simulate import causal_lm_loss, materialise
 
 FOLDER = common.RESULTS / "compact" / "activations"
 MODELS = {"smollm2-135m": None, "llama-3.2-1b": SIZES["1b"], "llama-2-7b": SIZES["7b"]}
@@ -97,6 +97,8 @@ def per_token(sizes: dict[str, int], way: Way) -> int:
 def measure(name: str, way: Way, tokens: int = TOKENS, sizes: dict[str, int] | None = None) -> dict[str, Any]:
     """Bytes of the model ``name``, or on tensors without storage of a Llama of these ``sizes``."""
     sizes = sizes or MODELS[name]
+    ids = torch.zeros(1, tokens, dtype=torch.int64)  # real ones: of a batch without numbers transformers makes a mask
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     with contextlib.ExitStack() as modes:
         if sizes is None:
             model = _pretrained(name)
@@ -110,14 +112,13 @@ def measure(name: str, way: Way, tokens: int = TOKENS, sizes: dict[str, int] | N
         config = way.config()
         compression = None if config is None else compress_activations(model, config)
         fake = sizes is not None
-        ids = torch.zeros(1, tokens, dtype=torch.int64)
 
         def energies() -> list[Tensor]:
             bases = () if compression is None else compression.bases()
             return [basis.energy for basis in bases if basis.energy is not None]
 
         def loss() -> Tensor:
-            return model(input_ids=ids, labels=ids, use_cache=False).loss
+            return causal_lm_loss(model, batch)
 
         whole, of_whole = held_bytes(model, loss, apart=energies, fake=fake)
         embedding, block_output = _block(model, tokens)

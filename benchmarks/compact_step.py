@@ -34,6 +34,7 @@ from hf_memopt import TacoAdamW, compress_activations
 from hf_memopt.memory.simulate import simulate
 
 FOLDER = common.RESULTS / "compact"
+DTYPES = ("float32", "bfloat16")
 SIZES = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -178,8 +179,8 @@ def ratios(record: dict[str, Any], name: str, to: str) -> list[float]:
 
 def rows(record: dict[str, Any]) -> list[dict[str, str]]:
     """A row a configuration; medians."""
-    cells = []
-    for name, found in record["configurations"].items():
+    cells, known = [], record["configurations"]
+    for name, found in sorted(known.items(), key=lambda item: [*SUBJECTS, item[0]].index(item[0])):
         of = {to: ratios(record, name, to) for to in (PLAIN_TORCH, PLAIN_OURS)}
         cells.append(
             {
@@ -213,7 +214,7 @@ def run(dtypes: list[str], rounds: int, folder: pathlib.Path = FOLDER) -> None:
 
 
 def load(folder: pathlib.Path = FOLDER) -> list[dict[str, Any]]:
-    paths = [path_of(folder, dtype) for dtype in ("float32", "bfloat16")]
+    paths = [path_of(folder, dtype) for dtype in DTYPES]
     return [json.loads(p.read_text(encoding="utf8")) for p in paths if p.is_file()]
 
 
