@@ -61,6 +61,7 @@ OWN_OPTIONS = (
     "stagger",
     "adaptive",
     "projector",
+    "matmul",
 )
 _defaults = GaLoreOptions()
 
@@ -112,8 +113,7 @@ class GaLoreAdamW(TacoAdamW):
         **options: Any,
     ) -> None:
         given = locals()
-        own = _checked({"state": state, **{key: given[key] for key in OWN_OPTIONS}}, matmul=matmul)
-        self.matmul = matmul
+        own = _checked({"state": state, **{key: given[key] for key in OWN_OPTIONS}})
         self._slots: dict[int, int] = {}
         self._names: dict[int, str] = {}
         super().__init__(params, lr, betas, eps, weight_decay, more_defaults=own, **options)
@@ -133,9 +133,6 @@ class GaLoreAdamW(TacoAdamW):
         common = {key: {g[key] for g in groups} for key in shown}
         agreed = ", ".join(f"{key}={values.pop()}" for key, values in common.items() if len(values) == 1)
         return f"{super().title()} ({agreed})" if agreed else super().title()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "matmul": self.matmul}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._slots, self._names = {}, {}
@@ -217,7 +214,7 @@ class GaLoreAdamW(TacoAdamW):
             return super()._update_matrix(group, p, state, scalars)
         projection = Projection.of(group)
         space, codecs = projection.space(p.shape), projection.codecs(p.shape)
-        dtype = projected.matmul_dtype(self.matmul, p.grad)
+        dtype = projected.matmul_dtype(group["matmul"], p.grad)
         step = int(state["step"]) + 1
         grad, now, usable, fresh = space.view(p.grad), state, None, None
         # a simulation is asked for the highest step, and that one refreshes
@@ -373,10 +370,10 @@ def _flat(state: dict) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if key.startswith("exp_avg")}
 
 
-def _checked(group: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _checked(group: dict[str, Any]) -> dict[str, Any]:
     """``state`` and the options of a group, with their own types where they were given as text; raises ValueError for
     one that is wrong, with the sentence of ``GaLoreOptions``."""
     if group["state"] not in STATES:
         raise ValueError(f"state={group['state']!r} is not known: choose {' or '.join(STATES)}.")
-    options = parse_options(GaLoreOptions, {**{key: group[key] for key in OWN_OPTIONS}, **more}, strategy="GaLoreAdamW")
+    options = parse_options(GaLoreOptions, {key: group[key] for key in OWN_OPTIONS}, strategy="GaLoreAdamW")
     return {"state": group["state"], **{key: getattr(options, key) for key in OWN_OPTIONS}}
