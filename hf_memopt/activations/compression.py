@@ -261,7 +261,7 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     rate, decay = group.get("lr"), float(group.get("weight_decay") or 0.0)
     if decay and rate is None:
         raise ValueError(
-            f"{type(optimizer).__name__} has no learning rate (lr=None), by which the weight decay of compressed layers "
+            f"{type(optimizer).__name__} has no learning rate (lr=None), by which the decay of compressed weights "
             "is applied: give it one, or set weight_decay=0."
         )
     return 1.0 - float(rate) * decay if decay else 1.0
