@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model, all parameters, with compressed activations (CompAct) and recomputed norms and MLPs.
+"""Fine-tune a causal language model, all parameters, with compressed activations and recomputed norms and MLPs.
 
     make assets                                                   # once: the demo's model and texts
     python examples/compact.py                                    # settings of configs/compact_adamw.yaml

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .activations.patch import compress_activations
     from .codecs.projected import Projection
     from .integrations.callbacks import MemoptCallback, MemoryReportCallback
-    from .integrations.compact import CompActCallback
     from .integrations.checkpoints import last_complete_checkpoint
+    from .integrations.compact import CompActCallback
     from .integrations.replace_galore import replace_builtin_galore
     from .integrations.trainer import optimizer_cls_and_kwargs
     from .optim import CompActAdamW, GaLoreAdamW, Taco, TacoAdamW, import_adamw_state

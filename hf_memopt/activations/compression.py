@@ -98,14 +98,22 @@ class Compression:
                 "call compression.resume(optimizer) after optimizer.load_state_dict(...)."
             )
         shared.close()
+        settled = sum(layer.settled for layer in self.layers.values())
+        if not settled and self.steps == 0:
+            logger.warning(
+                "No compressed layer has run in train() mode before this step, so their weights stay as they are: call "
+                "model.train() before training."
+            )
         self.steps += 1
         made: dict[int, tuple[InputBasis, Projection]] = {}
         for name, layer in sorted(self.layers.items(), key=lambda item: id(item[1].basis)):
             if name in held:
                 group = groups[id(_carrier(layer))]
                 self._fold(name, layer, optimizer, group, made)
-        self._advance()
-        optimizer.param_groups[0][STATE_KEY] = self.state_dict()
+        refreshed = self._advance()
+        if saved is None or refreshed or len(saved["shared"]) != settled:
+            saved = self.state_dict()
+        optimizer.param_groups[0][STATE_KEY] = {**saved, "steps": self.steps}
 
     def _fold(self, name: str, layer: nn.Module, optimizer: Any, group: dict[str, Any], made: dict) -> None:
         carrier, basis = _carrier(layer), layer.basis
@@ -126,18 +134,20 @@ class Compression:
         torch.autograd.graph.increment_version(layer.weight)
 
     def _due(self, steps: int) -> bool:
-        """Whether the subspaces are refreshed after so many steps. By energy first after step 1, which has seen some."""
+        """Whether the subspaces are refreshed after so many steps; by energy first after step 1, which saw some."""
         first = steps == 1 and self.config.projection == "principal"
         return first or steps % self.config.update_proj_gap == 0
 
-    def _advance(self) -> None:
-        bases = self.bases()
-        if self._due(self.steps):
+    def _advance(self) -> bool:
+        """Refresh the subspaces if that is due; whether it was."""
+        bases, due = self.bases(), self._due(self.steps)
+        if due:
             observed = [basis for basis in bases if basis.energy is not None]
             _sum_over_processes([basis.energy for basis in observed])
             for basis in bases:
                 basis.refresh()
         self._prepare()
+        return due
 
     def _prepare(self) -> None:
         wanted = self._due(self.steps + 1)
@@ -160,13 +170,9 @@ class Compression:
         return {
             "steps": self.steps,
             "options": {key: getattr(self.config, key) for key in KEPT},
-            "shared": {
-                name: layer.basis.name for name, layer in self.layers.items() if layer.settled
-            },
+            "shared": {name: layer.basis.name for name, layer in self.layers.items() if layer.settled},
             "epochs": {basis.name: basis.epoch for basis in self.bases()},
-            "top": {
-                basis.name: basis.top.to(torch.int32) for basis in self.bases() if basis.top is not None
-            },
+            "top": {basis.name: basis.top.to(torch.int32) for basis in self.bases() if basis.top is not None},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,7 +207,7 @@ class Compression:
         self._prepare()
 
     def resume(self, optimizer: torch.optim.Optimizer) -> None:
-        """Go on where ``optimizer``, whose state has been loaded, was saved. One without such a state changes nothing."""
+        """Go on where ``optimizer``, whose state has been loaded, was saved. One without changes nothing."""
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         state = optimizer.param_groups[0].get(STATE_KEY)
@@ -255,7 +261,7 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     rate, decay = group.get("lr"), float(group.get("weight_decay") or 0.0)
     if decay and rate is None:
         raise ValueError(
-            f"{type(optimizer).__name__} has no learning rate (lr=None), by which the weight decay of compressed layers "
+            f"{type(optimizer).__name__} has no learning rate (lr=None), by which the decay of compressed weights "
             "is applied: give it one, or set weight_decay=0."
         )
     return 1.0 - float(rate) * decay if decay else 1.0

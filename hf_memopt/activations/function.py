@@ -26,7 +26,7 @@ from .remade import Kept
 
 class LeanLinear(torch.autograd.Function):
     """Arguments: x (..., n); weight (m, n), or (n, m) if ``transposed``; bias (m,) or None; carrier (m, r) or None;
-    z (..., r) or None; what is kept of x's recipe, or None; the basis, or None; ``transposed``; what x is remade from."""
+    z (..., r) or None; what is kept of x's recipe, or None; the basis, or None; ``transposed``; the recipe's inputs."""
 
     @staticmethod
     def forward(

@@ -103,7 +103,8 @@ def lean_class(module: nn.Module) -> type | None:
 
 def _lean_class(cls: type) -> type | None:
     if cls not in _CLASSES and cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers."):
-        made = type("MemoptConv1D", (LeanLayer, cls), {"transposed": True, "__module__": __name__, "__doc__": cls.__doc__})
+        body = {"transposed": True, "__module__": __name__, "__doc__": cls.__doc__}
+        made = type("MemoptConv1D", (LeanLayer, cls), body)
         _CLASSES[cls] = globals()["MemoptConv1D"] = made
     return _CLASSES.get(cls)
 

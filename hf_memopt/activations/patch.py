@@ -54,7 +54,7 @@ def compress_activations(
         A ``Compression``, with ``report()`` and ``restore()``.
 
     Raises:
-        ValueError: the model is compressed already, nothing would be compressed, or ``target_modules`` matches no layer.
+        ValueError: the model is compressed already, nothing would be compressed, or ``target_modules`` match no layer.
     """
     config = config or CompActConfig()
     if compression_of(model) is not None:

@@ -11,8 +11,8 @@ from ..options import CompActConfig
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A compressed layer of ``features`` inputs and ``outputs``, at ``rank``; ``reads_with`` is the layer whose basis it
-    shares, itself if none (known after the first forward)."""
+    """A compressed layer of ``features`` inputs and ``outputs``, at ``rank``; ``reads_with`` is the layer whose basis
+    it shares, itself if none (known after the first forward)."""
 
     name: str
     features: int
@@ -61,7 +61,9 @@ class CompressionReport:
         lines: dict[tuple[str, ...], int] = {}
         for row in self.layers:
             own = row.reads_with == row.name
-            what = f"compressed, rank {row.rank} of {row.features}" if row.rank < row.features else "carrier, all inputs"
+            what = f"compressed, rank {row.rank} of {row.features}"
+            if row.rank == row.features:
+                what = "carrier, all inputs"
             if not own:
                 what += f", shares z with {row.reads_with.rpartition('.')[2]}"
             _count(lines, row.name, what)
@@ -76,7 +78,7 @@ class CompressionReport:
             if self.layers
             else "Activations: no linear layer compressed"
         )
-        return "\n".join([head, *(f"  {name.ljust(width)}  x{count:<4} {what}" for (name, what), count in lines.items())])
+        return "\n".join([head, *(f"  {n.ljust(width)}  x{count:<4} {what}" for (n, what), count in lines.items())])
 
 
 def _count(lines: dict[tuple[str, ...], int], name: str, what: str) -> None:

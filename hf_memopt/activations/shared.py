@@ -5,6 +5,9 @@ layers are given are remembered, and z is made once for each. A scope opens when
 it ends, also by an exception, so nothing outlives it, no number of a freed tensor is taken for a new one, and a module
 that calls itself has one scope a call. Nothing of it decides what autograd keeps: each layer saves z itself, and they
 are one storage. Recomputation under gradient checkpointing runs the same forward and finds the same.
+
+torch.compile breaks its graphs here: a tensor's identity is not a thing that can be traced. (``torch._disable_dynamo``
+is ``torch.compiler.disable`` without importing the compiler.)
 """
 
 from __future__ import annotations
@@ -43,10 +46,12 @@ def watch(parent: nn.Module) -> list[Any]:
     ]
 
 
+@torch._disable_dynamo
 def _open(module: nn.Module, args: tuple) -> None:
     _scopes.stack.append({})
 
 
+@torch._disable_dynamo
 def _close(module: nn.Module, args: tuple, output: Any) -> None:
     if _scopes.stack:
         _scopes.stack.pop()
@@ -57,6 +62,7 @@ def close() -> None:
     _scopes.stack.clear()
 
 
+@torch._disable_dynamo
 def first_reader(x: Tensor, basis: InputBasis) -> InputBasis:
     """The basis of the first layer that was given ``x`` in this scope, if it fits ``basis``; else ``basis`` itself."""
     seen = _seen(x, basis)
@@ -65,6 +71,7 @@ def first_reader(x: Tensor, basis: InputBasis) -> InputBasis:
     return seen.basis
 
 
+@torch._disable_dynamo
 def compress(x: Tensor, basis: InputBasis, dtype: torch.dtype) -> Tensor:
     """z = x P in ``dtype`` without gradient, once a scope."""
     seen = _seen(x, basis)

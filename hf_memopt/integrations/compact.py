@@ -22,15 +22,15 @@ logger = logging.getLogger("hf_memopt")
 
 
 class CompActCallback(TrainerCallback):
-    """``Trainer(..., callbacks=[CompActCallback(CompActConfig(rank=0.25))])``: compress activations under any ``optim=``.
+    """``Trainer(..., callbacks=[CompActCallback(CompActConfig(rank=0.25))])``: compression under any ``optim=``.
 
     Args:
         config: the options.
         target_modules: which layers, as ``optim_target_modules``.
 
     Raises:
-        ValueError: when the Trainer is made, if nothing can be compressed, the model is compressed already, an optimizer
-            exists before its carriers, or ``optim=`` is one that compresses by itself.
+        ValueError: when the Trainer is made, if nothing can be compressed, the model is compressed already, an
+            optimizer exists before its carriers, or ``optim=`` is one that compresses by itself.
         NotImplementedError: for FSDP, DeepSpeed and other ways of sharding.
         RuntimeError: when training begins, if the Trainer trains another model by then, one that ``model_init`` made.
     """

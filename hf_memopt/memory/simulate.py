@@ -130,7 +130,7 @@ def simulate(
         model = build_model()
     log = StorageLog(granularity, fake=True)
     with FakeTensorMode(allow_non_fake_inputs=True), kernels.simulating(), updates_once(log):
-        _materialise(model)
+        materialise(model)
         return _iterate(model, build_optimizer, options, log)
 
 
@@ -270,7 +270,7 @@ def _checkpoint(model: nn.Module, wanted: bool | str) -> None:
         model.enable_input_require_grads()  # as PEFT does: a reentrant segment without such an input has no backward
 
 
-def _materialise(model: nn.Module) -> None:
+def materialise(model: nn.Module) -> None:
     """Every parameter and buffer as a fake tensor on the CPU; tied ones stay tied."""
     made: dict[int, Tensor] = {}
 
