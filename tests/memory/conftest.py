@@ -11,13 +11,8 @@ from hf_memopt.optim.answers import Answers
 @pytest.fixture
 def launches_left_out(monkeypatch):
     """The Triton kernels' allocations on the CPU, their launches left out: the CPU's own kernels have temporaries of
-<<<<<<< HEAD
-    other sizes. Without a launch there is no answer to read either, which a simulation does not keep (one byte a
-    parameter)."""
-=======
     other sizes. Without a launch there is no answer to read either, a byte a parameter, which a simulation does not
     keep."""
->>>>>>> 1513fc86a7b438f97e659a88e65ea10b923a7727
     pytest.importorskip("triton")
     from hf_memopt.kernels import triton, triton_kernels
 
