@@ -278,7 +278,10 @@ class GaLoreAdamW(TacoAdamW):
         if group["refresh"] == "random":
             return {**state, "refreshes": refreshes}, usable.expand(space.matrices)
         old = self._basis(group, p, state, space, codecs, torch.float32)
-        found, fresh = FIND[group["refresh"]](space.view(p.grad), old)
+        grad = p.grad
+        if group["maximize"] and group["refresh"] == "svd":
+            grad = -grad  # so that it is what minimizing finds: LAPACK's vectors of -G are not always those of G
+        found, fresh = FIND[group["refresh"]](space.view(grad), old)
         if not bases.truth(fresh.any()):
             return state, None  # zeros tell nothing: it is still due
         encoded = codecs["projector"].encode(found)
