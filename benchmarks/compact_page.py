@@ -41,8 +41,9 @@ at the highest moment, and what it consists of. `_layerwise` updates in backward
 recomputation. `adamw_torch` keeps its moments in bf16, `compact_adamw` in fp32.
 """.strip()
 STEP_NOTE = """
-A whole training step: forward, backward, optimizer, folding (`benchmarks/compact_step.py`). Medians; ratios round by
-round. The machine is shared and noisy: the range of a row says how much.
+A whole training step: forward, backward, optimizer, folding (`benchmarks/compact_step.py`). Medians of seconds of the
+process on its core; `passed` is what a clock on the wall saw on the shared machine. Ratios are taken round by round. The
+range of a row says how noisy it is.
 """.strip()
 QUALITY_NOTE = """
 Every strategy at the best of its rates (seed 0 decides), mean and spread (largest minus smallest) of its seeds there; a
@@ -75,23 +76,20 @@ def cell(value: float | None, form: str) -> str:
     return MISSING if value is None else format(value, form)
 
 
-def activation_rows(found: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
+def activation_rows(records: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
     """A row a way; projections with the same bytes share one."""
     rows: dict[tuple[str, ...], list[Way]] = {}
+    plain = records.get(PLAIN.name)
     for way in WAYS:
-        cells = []
-        for records in found.values():
-            plain, this = records.get(PLAIN.name), records.get(way.name)
-            for part in ("block", "model"):
-                if this is None:
-                    cells += [MISSING, MISSING]
-                    continue
-                nbytes = this[f"{part}_bytes"]
-                of = None if plain is None else 100 * nbytes / plain[f"{part}_bytes"]
-                cells += [f"{nbytes / 2**20:,.2f}", cell(of, ".1f")]
-        kind = (str(way.rank), str(way.recompute), str(way.checkpointing))
-        rows.setdefault((*kind, *cells), []).append(way)
-    heads = [f"{name}, {h}" for name in found for h in ("block, MiB", "% of plain", "model, MiB", "% of plain ")]
+        this, cells = records.get(way.name), []
+        for part in ("block", "model"):
+            key = f"{part}_bytes"
+            cells.append(cell(this and this[key] / 2**20, ",.2f"))
+            cells.append(cell(this and plain and 100 * this[key] / plain[key], ".2f"))
+        by_token = this and this["block_bytes"] / this["tokens"]
+        kind = str(way.rank), str(way.recompute), str(way.checkpointing)
+        rows.setdefault((*kind, cell(by_token, ",.0f"), *cells), []).append(way)
+    heads = ("block, bytes a token", "block, MiB", "% of plain", "model, MiB", "% of plain ")
     return [
         {"way": described(ways), **dict(zip(heads, cells, strict=True))} for (_, _, _, *cells), ways in rows.items()
     ]
@@ -228,8 +226,8 @@ def plot(found: dict[str, Any], steps: list[dict[str, Any]], strategies: dict[st
             right.plot(*zip(*points, strict=True), marker=marker, label=f"ours, {projection}")
     for i, size in enumerate(SIZES):
         values = [PAPER[rank][i] / PAPER[None][i] for rank in RANKS]
-        right.plot(RANKS, values, color="#aaaaaa", ls=":", marker="x", label=f"paper, {size}")
-        right.annotate(size, (RANKS[-1], values[-1]), xytext=(-30, 0), textcoords="offset points", fontsize=8)
+        right.plot(RANKS, values, color="#aaaaaa", ls=":", marker="x", label=None if i else "paper, gaussian")
+        right.annotate(size, (RANKS[-1], values[-1]), xytext=(4, 6), textcoords="offset points", fontsize=8)
     right.set(xscale="log", xlabel="rank", ylabel="perplexity, full rank = 1")
     right.set_xticks(RANKS, [f"n/{1 / rank:g}" for rank in RANKS])
     right.minorticks_off()
@@ -251,7 +249,8 @@ def page(folder: pathlib.Path = FOLDER, quality: pathlib.Path = QUALITY) -> str:
     lines = ["# CompAct", "", NOTE, "", "![activation bytes, seconds and loss](compact.png)", ""]
     lines += ["## Activation bytes", "", ACTIVATIONS_NOTE, ""]
     absent = [name for name in compact_activations.MODELS if name not in found]
-    lines += [table(activation_rows(found)), ""] if found else []
+    for name, records in found.items():
+        lines += [f"### {name}", "", table(activation_rows(records)), ""]
     lines += [f"Missing: {', '.join(absent)}.", ""] if absent else []
     lines += ["## Peak memory at 7B", "", MEMORY_NOTE, ""]
     lines += [table(memory_rows(memory)) if memory else "Missing.", ""]
