@@ -335,9 +335,9 @@ class GaLoreAdamW(TacoAdamW):
         if new.is_floating_point():
             bias = [bias_correction(beta, step - 1) for beta in group["betas"]]
             moved = transport(*moments, change_of_basis(new, old), *bias)
+            moved = [torch.where(usable[:, None, None], *both) for both in zip(moved, moments, strict=True)]
         else:
-            moved = transport_coordinates(*moments, new, old)
-        moved = [torch.where(usable[:, None, None], *both) for both in zip(moved, moments, strict=True)]
+            moved = transport_coordinates(*moments, new, old)  # a matrix that keeps its coordinates keeps its moments
         m, v = (moment.reshape(space.low_rank_shape) for moment in moved)
         write("exp_avg", state, codecs["exp_avg"].encode(m))
         more = ()
