@@ -131,14 +131,16 @@ def project_back_(
     Args:
         weight, grad: the parameter (m, n) or (b, m, n) and its gradient.
         basis: as for ``project``.
-        low_grad, minus_u: (b, r, L) fp32, R and -U.
+        low_grad, minus_u: (b, r, L) fp32, R and -U; both are worked in and lost.
         applied: as ``direction`` gave it; where it is a tensor that is False, nothing changes.
         backend: kernels that write 16-bit weights.
     """
-    inside, outside = minus_u * -rule.scale, None
+    outside = None
     if rule.residual == "fira":
         outside = _fira(space.view(grad), low_grad, minus_u, norm, applied, s, rule)
-        inside -= _where(applied, low_grad * outside[:, None])
+    inside = minus_u.mul_(-rule.scale)
+    if outside is not None:
+        inside -= _where(applied, low_grad.mul_(outside[:, None]))
     stack, gradients = (t if t.dim() == 3 else t[None] for t in (weight, grad))
     for matrix, w in enumerate(stack):
         back = _Product(basis[matrix], inside[matrix], space)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..kernels.reference import hash_at
 from ..kernels.sums import sums_of_squares
 
-PIECE = 1 << 22  # elements of a gradient worked on at once
+PIECE = 1 << 20  # elements of a gradient worked on at once
 
 
 def iterate(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
