@@ -60,7 +60,7 @@ beyond it. `worst step` is the slowest one of all, the first ones included; `lar
 step with a refresh to the step before it. One layer is the hardest case: the refresh of a matrix is as long whatever
 else a model has, and every further layer makes the step that it comes on top of longer. `of views` counts the tensors
 instead of the storages: galore-torch's projector is a view of all singular vectors in fp32, which stay in memory with
-it. The other machine time of a shared computer is in these figures; the ratios are taken round by round.
+it. Seconds are those of the process on its core, not of the clock; the ratios are taken round by round.
 """.strip()
 
 

@@ -1,5 +1,7 @@
 """Seconds of an optimizer step on 2048-wide layers, refreshes included: GaLoreAdamW, galore-torch, APOLLO. CPU.
 
+Seconds are those that the process had of its core (one thread), so that other work on the machine counts less.
+
     python -m benchmarks.galore --steps-time
 
 The parameters are the seven matrices of one layer: q, k, v and o of 2048 x 2048, gate and up of 5632 x 2048, down of
@@ -115,9 +117,9 @@ class Subject:
         self.beside: list[float] = []
 
     def step(self) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         self.optimizer.step()
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     @property
     def staggers(self) -> bool:
