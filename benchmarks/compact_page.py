@@ -9,10 +9,11 @@ import statistics
 from typing import Any
 
 from benchmarks import compact_activations, compact_memory, compact_step
-from benchmarks.compact import BASELINE, FOLDER, MATRIX, QUALITY, TASKS, Run
+from benchmarks.compact import BASELINE, BETA1, FOLDER, MATRIX, QUALITY, TASKS, Run
 from benchmarks.compact_activations import PLAIN, PROJECTIONS, RANKS, WAYS, Way
 from benchmarks.compact_step import PLAIN_OURS, PLAIN_TORCH
 from benchmarks.demo import table
+from benchmarks.quality import strategy_name
 from benchmarks.tables import at_the_edge, baselines, best_rate, by_strategy, load, spread
 
 MISSING = "missing"
@@ -42,13 +43,13 @@ recomputation. `adamw_torch` keeps its moments in bf16, `compact_adamw` in fp32.
 """.strip()
 STEP_NOTE = """
 A whole training step: forward, backward, optimizer, folding (`benchmarks/compact_step.py`). Medians of seconds of the
-process on its core; `passed` is what a clock on the wall saw on the shared machine. Ratios are taken round by round.
-The range of a row says how noisy it is. The dashed line of the plot is 12 % above plain.
+process on its core; `passed` is what a clock on the wall saw. Ratios are taken round by round; a row's range says how
+noisy it is. The dashed line of the plot is 12 % above plain.
 """.strip()
 QUALITY_NOTE = """
 Every strategy at the best of its rates (seed 0 decides), mean and spread (largest minus smallest) of its seeds there; a
 difference below the spread is none. `gap` is to the best AdamW (beta1 0.9 or 0.8) on the same batches, `perplexity` is
-exp(gap), the ratio of perplexities; `gap, same beta1` is to AdamW with the beta1 of these runs, 0.9.
+exp(gap), the ratio of perplexities; `gap, same beta1` is to AdamW with the beta1 of ours.
 """.strip()
 PAPER_NOTE = """
 Perplexity over that of full-rank training in the same setting. The paper (arXiv 2410.15352) trains on C4 with its
@@ -57,6 +58,7 @@ the gaps with care. AdamW is the best one, as above. CompAct is not free: at 1B 
 than full rank at n/2 and {eighth:.0f} % worse at n/8.
 """.strip()
 
+SAME = strategy_name(BASELINE, "float32", BETA1, "", 0)
 QUALITY_HEADS = (
     "best rate",
     "seeds",
@@ -161,7 +163,7 @@ def quality_rows(task: str, strategies: dict[str, dict[float, list[dict[str, Any
                 "after, mean": f"{statistics.mean(after):.4f}",
                 "spread": spread(after),
                 "gap": cell(difference, "+.4f"),
-                "gap, same beta1": cell(gap(strategy, strategies, BASELINE), "+.4f"),
+                "gap, same beta1": cell(gap(strategy, strategies, SAME), "+.4f"),
                 "perplexity": "" if task not in LANGUAGE else cell(ratio(difference), ".3f"),
                 "accuracy": f"{100 * statistics.mean(accuracies):.1f} %" if accuracies else "",
                 "activations": f"{max(held) / 1e6:,.1f} MB" if held else MISSING,

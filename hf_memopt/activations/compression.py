@@ -142,12 +142,27 @@ class Compression:
         """Refresh the subspaces if that is due; whether it was."""
         bases, due = self.bases(), self._due(self.steps)
         if due:
-            observed = [basis for basis in bases if basis.energy is not None]
-            _sum_over_processes([basis.energy for basis in observed])
+            self._sum_over_processes([basis for basis in bases if basis.collecting])
             for basis in bases:
                 basis.refresh()
         self._prepare()
         return due
+
+    def _sum_over_processes(self, bases: list[InputBasis]) -> None:
+        """Each process has seen its own part of the batch, or nothing of a layer; all must choose the same
+        coordinates."""
+        distributed = torch.distributed
+        if not bases or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if distributed.get_world_size() > 1:
+            device = next(iter(self.layers.values())).weight.device
+            for basis in bases:
+                if basis.energy is None:
+                    basis.energy = torch.zeros(basis.features, device=device)
+            together = torch.cat([basis.energy.to(device) for basis in bases])
+            distributed.all_reduce(together)
+            for basis, energy in zip(bases, together.split([b.features for b in bases]), strict=True):
+                basis.energy = energy.to(basis.energy.device)
 
     def _prepare(self) -> None:
         wanted = self._due(self.steps + 1)
@@ -265,16 +280,6 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
             "is applied: give it one, or set weight_decay=0."
         )
     return 1.0 - float(rate) * decay if decay else 1.0
-
-
-def _sum_over_processes(energies: list[Tensor]) -> None:
-    """Each process has seen its own part of the batch; all must choose the same coordinates."""
-    distributed = torch.distributed
-    if not energies or not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if distributed.get_world_size() > 1:
-        for energy in energies:
-            distributed.all_reduce(energy)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
