@@ -53,6 +53,10 @@ class InSubspace:
         """The moment in the subspace, (b r, L) fp32."""
         return self.inner.decode(buffers, self.space.low_rank_shape)
 
+    def take_rows(self, buffers: dict[str, Tensor], rows: Tensor, seen: Tensor) -> dict[str, Tensor]:
+        """As the ternary codecs' own."""
+        return self.inner.take_rows(buffers, rows, seen)
+
 
 @dataclass(frozen=True)
 class Int8Basis:

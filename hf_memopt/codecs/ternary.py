@@ -56,6 +56,12 @@ class TernaryFirstMoment:
         scale = buffers["scale"].float().repeat_interleave(trits.BLOCK, dim=1)[:, :k]
         return (trits.unpack_rows(buffers["codes"], k) * scale).view(shape)
 
+    def take_rows(self, buffers: dict[str, Tensor], rows: Tensor, seen: Tensor) -> dict[str, Tensor]:
+        """The moment whose row i is row ``rows[i]`` of this one where ``seen[i]``, else zero; nothing is decoded."""
+        codes, scale = (buffers[key].index_select(0, rows) for key in ("codes", "scale"))
+        unseen = ~seen[:, None]
+        return {"codes": codes.masked_fill_(unseen, trits.ZERO_BYTE), "scale": scale.masked_fill_(unseen, 0.0)}
+
 
 class TernarySecondMoment:
     """``codes`` (n, bytes) uint8, ``row`` (n,) fp32 and ``col`` (k,) fp32."""
@@ -87,3 +93,13 @@ class TernarySecondMoment:
         mean = row.double().mean().float()
         base = torch.where(mean > 0, row / mean, 0.0)[:, None] * col
         return (base * torch.exp2(2.0 * trits.unpack_rows(buffers["codes"], k).float())).view(shape)
+
+    def take_rows(self, buffers: dict[str, Tensor], rows: Tensor, seen: Tensor) -> dict[str, Tensor]:
+        """The moment whose row i is row ``rows[i]`` of this one where ``seen[i]``, else the columns' factors, which are
+        the mean of all rows but for what the codes correct. The other rows keep their values within rounding: the mean
+        of the row factors changes with the rows, and the column factors make up for it."""
+        mean = buffers["row"].double().mean()
+        row = torch.where(seen, buffers["row"].index_select(0, rows), mean.float())
+        col = buffers["col"] * torch.where(mean > 0, row.double().mean() / mean, 1.0).float()
+        codes = buffers["codes"].index_select(0, rows).masked_fill_(~seen[:, None], trits.ZERO_BYTE)
+        return {"codes": codes, "row": row, "col": col}

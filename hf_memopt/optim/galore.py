@@ -7,8 +7,7 @@ The step is in ``kernels/projected.py``, the subspaces are in ``projections/``, 
 
 - a new subspace is found by one warm-started subspace iteration instead of a singular value decomposition;
 - the moments follow a change of subspace instead of meaning the new one with the old one's numbers;
-- matrices refresh one after another, so that no step pays for all. They begin in random subspaces and find their first
-  own ones during the first ``SPREAD`` steps;
+- matrices refresh one after another; they begin in random subspaces and find their own during the first ``SPREAD``;
 - moments are fp32 or ternary, whatever the dtype of the gradient (a bf16 second moment cannot decay);
 - a matrix of which the subspace would not save memory is treated like the rest.
 
@@ -39,7 +38,7 @@ from ..param_groups import Treatment, decide
 from ..parsing import parse_options
 from ..projections import basis as bases
 from ..projections.geometry import Subspace
-from ..projections.moments import change_of_basis, overlap, transport, transport_coordinates
+from ..projections.moments import change_of_basis, kept_rows, overlap, transport, transport_coordinates
 from .taco_adamw import TacoAdamW
 
 logger = logging.getLogger("hf_memopt")
@@ -336,19 +335,25 @@ class GaLoreAdamW(TacoAdamW):
         step: int,
     ) -> None:
         """Let the moments follow into the new basis, for the matrices whose basis is usable."""
+        new, old = self._both(group, p, space, codecs, now, state)
+        coordinates = not new.is_floating_point()  # a matrix that keeps its coordinates keeps its moments
+        if coordinates and group["state"] == "ternary":
+            for name in ("exp_avg", "exp_avg_sq"):
+                before = parts(codecs[name], name, state, space.low_rank_shape)
+                write(name, state, codecs[name].take_rows(before, *kept_rows(new, old)))
+            return
         moments = []
         for name in ("exp_avg", "exp_avg_sq"):
             found = codecs[name].decode(parts(codecs[name], name, state, space.low_rank_shape))
             moments.append(found.view(space.matrices, space.rank, space.length))
-        new, old = self._both(group, p, space, codecs, now, state)
-        if new.is_floating_point():
+        if not coordinates:
             change = change_of_basis(new, old)
             del new, old
             moved = transport(*moments, change, *(bias_correction(beta, step - 1) for beta in group["betas"]))
             for new_one, old_one in zip(moved, moments, strict=True):
                 torch.where(usable[:, None, None], new_one, old_one, out=new_one)
         else:
-            moved = transport_coordinates(*moments, new, old)  # a matrix that keeps its coordinates keeps its moments
+            moved = transport_coordinates(*moments, new, old)
         m, v = (moment.reshape(space.low_rank_shape) for moment in moved)
         write("exp_avg", state, codecs["exp_avg"].encode(m))
         more = ()

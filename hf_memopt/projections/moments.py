@@ -47,12 +47,19 @@ def transport(m: Tensor, v: Tensor, change: Tensor, bias1: float, bias2: float) 
 
 def transport_coordinates(m: Tensor, v: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """``transport`` where both bases consist of coordinates, (b, r) int64, rising: what remains keeps its moments."""
-    place, seen = _places(new, old)
     # row by row, which is a copy: a gather of elements with a choice for each takes five times as long
-    rows = (place + torch.arange(len(place), device=place.device)[:, None] * place.shape[1]).flatten()
+    rows, seen = kept_rows(new, old)
     new_m, new_v = (moment.flatten(0, 1).index_select(0, rows).view_as(moment) for moment in (m, v))
-    unseen = ~seen[:, :, None]
+    unseen = ~seen.view(*new.shape, 1)
     return new_m.masked_fill_(unseen, 0.0), torch.where(unseen, v.mean(dim=1, keepdim=True), new_v)
+
+
+def kept_rows(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """(b r,) int64 and bool: of the moments (b r, L), which row is that of each new coordinate, and whether there is
+    one."""
+    place, seen = _places(new, old)
+    rows = place + torch.arange(len(place), device=place.device)[:, None] * place.shape[1]
+    return rows.flatten(), seen.flatten()
 
 
 def overlap(new: Tensor, old: Tensor, low_grad: Tensor) -> Tensor:

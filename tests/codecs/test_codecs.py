@@ -12,6 +12,7 @@ from hf_memopt.codecs.dense import Dense
 from hf_memopt.codecs.ternary import TernaryFirstMoment, TernarySecondMoment
 from tests.cases import SHAPES, randn, shape_cases, uneven_gradient
 from tests.reference import ternary_twin as twin
+from tests.tolerances import E
 
 CODECS = {"first": TernaryFirstMoment(), "second": TernarySecondMoment(), "dense": Dense()}
 EDGES = [(1, 1), (1, 160), (2, 161), (0, 7), (7, 0)]
@@ -125,3 +126,24 @@ def test_bits_of_a_wide_matrix():
     exact = 3.3 + 32 * (n + k) / (n * k)
     assert 8 * nbytes / shape.numel() == pytest.approx(exact, abs=0.02)  # 4096 is not a multiple of 160
     assert 8 * nbytes / shape.numel() <= 3.35
+
+
+@pytest.mark.parametrize("shape", [(7, 331), (12, 160), (5, 3)], ids=str)
+def test_rows_are_taken_without_decoding(shape):
+    """Rows that are taken keep their values, the second moment's within rounding (a quotient, two products, the two
+    means); others are zero and the columns' factors."""
+    rows, seen = torch.tensor([3, 0, 4, 1]), torch.tensor([True, False, True, True])
+    generator = torch.Generator().manual_seed(0)
+    for codec, sign in ((TernaryFirstMoment(), -1.0), (TernarySecondMoment(), 0.0)):
+        moment = torch.rand(shape, generator=generator).add_(sign / 2).mul_(torch.arange(1, shape[0] + 1)[:, None])
+        buffers = codec.encode(moment)
+        before = codec.decode(buffers, torch.Size(shape))
+        taken = codec.take_rows(buffers, rows, seen)
+        found = codec.decode(taken, torch.Size((4, shape[1])))
+        assert all(taken[part].dtype == buffers[part].dtype for part in buffers)
+        if sign:
+            expected = torch.where(seen[:, None], before[rows], 0.0)
+            assert torch.equal(found, expected)
+        else:
+            expected = torch.where(seen[:, None], before[rows], buffers["col"])
+            assert ((found - expected).abs() <= 8 * E * expected).all()

@@ -15,7 +15,7 @@ from hf_memopt.kernels import projected, reference
 from hf_memopt.kernels.scalars import StepScalars, bias_correction, mix32, parameter_key
 from hf_memopt.optim.galore import FIND, GaLoreAdamW
 from hf_memopt.projections import basis as bases
-from hf_memopt.projections.moments import change_of_basis, transport, transport_coordinates
+from hf_memopt.projections.moments import change_of_basis, kept_rows, transport
 from tests.cases import parameter, randn
 from tests.conftest import fastest_kernel
 from tests.optim.common import same_bits, snapshot, state_equal
@@ -128,13 +128,15 @@ class Watched:
         In the subspace it is ``taco_adamw``'s step on zeros at lr = 1, of which U is what it subtracts."""
         shape = self.space.low_rank_shape
         moments = {key: v.clone() for key, v in before.items() if key.startswith("exp_avg")}
-        if moves:
+        if moves and not new.is_floating_point():
+            rows = kept_rows(new, old)
+            for name, codec in (("exp_avg", TernaryFirstMoment()), ("exp_avg_sq", TernarySecondMoment())):
+                found = codec.take_rows(parts(codec, name, before, shape), *rows)
+                moments |= {f"{name}.{part}": x for part, x in found.items()}
+        elif moves:
             stored = [self.stored(name, before) for name in ("exp_avg", "exp_avg_sq")]
             bias = [bias_correction(beta, step - 1) for beta in self.group["betas"]]
-            if new.is_floating_point():
-                moved = transport(*stored, change_of_basis(new, old), *bias)
-            else:
-                moved = transport_coordinates(*stored, new, old)
+            moved = transport(*stored, change_of_basis(new, old), *bias)
             m, v = (x.reshape(shape) for x in moved)
             key = mix32(parameter_key(self.group["seed"], "w/subspace") + before["refreshes"] + 1)
             hashes = reference.hash_at(key, torch.arange(shape[0])[:, None], torch.arange(shape[1]))
