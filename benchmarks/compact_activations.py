@@ -1,24 +1,21 @@
 """Activation bytes of one decoder block and of a whole model, for `benchmarks/compact.py --activations`.
 
-Three models in bf16, one sequence of 512 tokens, sdpa attention, no mask: SmolLM2-135M as it is, and Llama's
+Three models in bf16, one sequence of 512 tokens, sdpa attention without a mask: SmolLM2-135M as it is, and Llama's
 architecture in the shapes of Llama-3.2-1B and Llama-2-7B on tensors without storage. Counted is what forward leaves
-behind for backward (`held_bytes.py`): for a block from its input to its output, its input included where it is kept; for
-the model with the loss that transformers computes. Weights and carriers are not counted, nor what does not grow with
-the tokens of a block: the rotary embedding, which all blocks share, and the energies by which `principal` chooses
-coordinates (4 bytes a feature, in the step before a refresh).
+behind for backward (`held_bytes.py`): for a block from its input to its output, the input included where it is kept;
+for the model with the loss that transformers computes. Weights and carriers are not counted, nor the rotary embedding
+of a block, which all blocks share, nor the energies by which `principal` chooses coordinates (4 bytes a feature, in
+the step before a refresh).
 
 One process and one JSON file a configuration. Bytes come from shapes alone, so one forward pass is enough.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
+import multiprocessing
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,7 +28,7 @@ from benchmarks import common
 from benchmarks.fits import SIZES, VOCABULARY
 from benchmarks.held_bytes import held_bytes
 from hf_memopt import CompActConfig, compress_activations
-from hf_memopt.memory.simulate import materialise
+from hf_memopt.memory.simulate import causal_lm_loss, materialise
 
 FOLDER = common.RESULTS / "compact" / "activations"
 MODELS = {"smollm2-135m": None, "llama-3.2-1b": SIZES["1b"], "llama-2-7b": SIZES["7b"]}
@@ -80,11 +77,11 @@ def per_token(sizes: dict[str, int], way: Way) -> int:
     """Bytes a token that a Llama block in 16 bits keeps, by the shapes of its tensors; H, K, I: widths of the residual
     stream, of keys and of the MLP; a: heads.
 
-    Plain: two norms, each with an fp32 copy of the input, its normalised value in 16 bits and a root (4 H + 2 H + 4); their
-    outputs (2 H each); q, k, v and the attention's output (4 H + 4 K) with 4 a for the softmax; gate, its activation, up
-    and the product (8 I). CompAct keeps ``rank`` of the norms' outputs and of the product. Recomputation keeps the norms'
-    inputs in 16 bits (2 H each), the attention's tensors, gate and up; what is read is made again, so nothing remains to
-    be compressed. Checkpointing keeps the block's input.
+    Plain: two norms, each with an fp32 copy of the input, its normalised value in 16 bits and a root (4 H + 2 H + 4);
+    their outputs (2 H each); q, k, v and the attention's output (4 H + 4 K) with 4 a for the softmax; gate, its
+    activation, up and the product (8 I). CompAct keeps ``rank`` of the norms' outputs and of the product.
+    Recomputation keeps the norms' inputs in 16 bits (2 H each), the attention's tensors, gate and up; what linear
+    layers read is made again, so nothing remains to be compressed. Checkpointing keeps the block's input.
     """
     h, i, a = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
     k = h * sizes.get("num_key_value_heads", a) // a
@@ -100,6 +97,8 @@ def per_token(sizes: dict[str, int], way: Way) -> int:
 def measure(name: str, way: Way, tokens: int = TOKENS, sizes: dict[str, int] | None = None) -> dict[str, Any]:
     """Bytes of the model ``name``, or on tensors without storage of a Llama of these ``sizes``."""
     sizes = sizes or MODELS[name]
+    ids = torch.zeros(1, tokens, dtype=torch.int64)  # real ones: of a batch without numbers transformers makes a mask
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     with contextlib.ExitStack() as modes:
         if sizes is None:
             model = _pretrained(name)
@@ -113,14 +112,13 @@ def measure(name: str, way: Way, tokens: int = TOKENS, sizes: dict[str, int] | N
         config = way.config()
         compression = None if config is None else compress_activations(model, config)
         fake = sizes is not None
-        ids = torch.zeros(1, tokens, dtype=torch.int64)
 
         def energies() -> list[Tensor]:
             bases = () if compression is None else compression.bases()
             return [basis.energy for basis in bases if basis.energy is not None]
 
         def loss() -> Tensor:
-            return model(input_ids=ids, labels=ids, use_cache=False).loss
+            return causal_lm_loss(model, batch)
 
         whole, of_whole = held_bytes(model, loss, apart=energies, fake=fake)
         embedding, block_output = _block(model, tokens)
@@ -187,18 +185,26 @@ def path_of(folder: pathlib.Path, name: str, way: Way) -> pathlib.Path:
 
 
 def run(folder: pathlib.Path = FOLDER, models: list[str] | None = None) -> None:
-    """Every configuration that has no file yet, each in a process of its own."""
-    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    env = {"HF_HUB_OFFLINE": "1", **quiet, **os.environ}
+    """Every configuration that has no file yet, each in a fork of this process: what one holds is gone with it."""
+    forks = multiprocessing.get_context("fork")
     for name in models or MODELS:
         for way in WAYS:
-            path = path_of(folder, name, way)
-            if path.is_file():
+            if path_of(folder, name, way).is_file():
                 continue
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compact_activations", name, way.name]
-            done = subprocess.run([*command, str(path)], cwd=common.ROOT, env=env, stdin=subprocess.DEVNULL)
-            if done.returncode:
-                raise SystemExit(f"{name}, {way.name} ended with status {done.returncode}")
+            one = forks.Process(target=record, args=(folder, name, way))
+            one.start()
+            one.join()
+            if one.exitcode:
+                raise SystemExit(f"{name}, {way.name} ended with status {one.exitcode}")
+
+
+def record(folder: pathlib.Path, name: str, way: Way) -> None:
+    """Measure one configuration into its file."""
+    torch.set_num_threads(1)
+    found = measure(name, way)
+    common.write_json(path_of(folder, name, way), found)
+    block, model = (found[key] / 2**20 for key in ("block_bytes", "model_bytes"))
+    print(f"{name}, {way.name}: a block {block:,.2f} MiB, the model {model:,.1f} MiB", flush=True)
 
 
 def load(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, dict[str, Any]]]:
@@ -210,19 +216,3 @@ def load(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, dict[str, Any]]]:
         if records:
             found[name] = records
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="One configuration, into one JSON file.")
-    parser.add_argument("model", choices=MODELS)
-    parser.add_argument("way", choices=[way.name for way in WAYS])
-    parser.add_argument("path", type=pathlib.Path)
-    given = parser.parse_args()
-    found = measure(given.model, next(way for way in WAYS if way.name == given.way))
-    common.write_json(given.path, found)
-    mib = (found["block_bytes"] / 2**20, found["model_bytes"] / 2**20)
-    print(f"{given.model}, {given.way}: a block {mib[0]:,.2f} MiB, the model {mib[1]:,.1f} MiB", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -124,6 +124,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     import hf_memopt  # noqa: F401  registers the names
     from benchmarks import common
     from benchmarks.embedding_lr import trainer_class
+    from benchmarks.held_bytes import held_bytes
 
     task = importlib.import_module(TASKS[given.task])
     model = task.load_model(getattr(torch, given.dtype), given.seed)
@@ -135,12 +136,15 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     fixed = task.training_arguments(steps)
     clock = common.StepClock()
     seen = hashlib.sha256()
+    blocks = task.training_blocks(given.seed, steps)
+
+    def together(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        if hasattr(task, "collate"):
+            return task.collate(rows)
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        if hasattr(task, "collate"):
-            batch = task.collate(rows)
-        else:
-            batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        batch = together(rows)
         for key in sorted(batch):
             seen.update(batch[key].numpy().tobytes())
         return batch
@@ -164,7 +168,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         trainer = trainer_class(given.embedding_lr_scale)(
             model=model,
             args=args,
-            train_dataset=task.training_blocks(given.seed, steps),
+            train_dataset=blocks,
             data_collator=collate,
             callbacks=[clock, common.Bar(given.optim)],
             **for_trainer,
@@ -175,6 +179,9 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         common.reset_peak_memory()
         trainer.train()
     peak = common.peak_memory_bytes()
+    model.train()
+    batch = {key: value.to(model.device) for key, value in together(blocks[: args.train_batch_size]).items()}
+    held, _ = held_bytes(model, lambda: model(**batch).loss)
     after, more_after = measured(task, task.evaluate(model))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -205,6 +212,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "parameters": trainable,
         "weight_bytes": common.storage_bytes([p.detach() for p in model.parameters()]),
         "gradient_bytes": clock.gradient_bytes,
+        "activation_bytes": held,
         "state_bytes": clock.state_bytes,
         "bits_per_parameter": 8 * clock.state_bytes / trainable,
         "skipped_steps": getattr(inner, "skipped_steps", 0),

@@ -51,7 +51,7 @@ def standard_error(variance: torch.Tensor | float, samples: int) -> torch.Tensor
 
 
 def products(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Element-wise, of ``a @ b`` computed in ``dtype`` with sums in fp32: Higham's k E sum |a| |b|, and one rounding."""
+    """Of each element of ``a @ b`` in ``dtype`` with sums in fp32: Higham's k E sum |a| |b|, and one rounding."""
     a, b = a.double().abs(), b.double().abs()
     size = a @ b
     return a.shape[-1] * E * size + HALF_SPACING[dtype] * size

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..options import CompActConfig
+from . import shared
 from .basis import InputBasis
 from .folding import fold
 from .layers import CARRIER, unpatch
@@ -96,16 +97,25 @@ class Compression:
                 f"The optimizer's state is of step {saved['steps']} and the compressed layers are at {self.steps}: "
                 "call compression.resume(optimizer) after optimizer.load_state_dict(...)."
             )
+        shared.close()
+        settled = sum(layer.settled for layer in self.layers.values())
+        if not settled and self.steps == 0:
+            logger.warning(
+                "No compressed layer has run in train() mode before this step, so their weights stay as they are: call "
+                "model.train() before training."
+            )
         self.steps += 1
         made: dict[int, tuple[InputBasis, Projection]] = {}
         for name, layer in sorted(self.layers.items(), key=lambda item: id(item[1].basis)):
             if name in held:
                 group = groups[id(_carrier(layer))]
-                self._fold(name, layer, group, made)
-        self._advance()
-        optimizer.param_groups[0][STATE_KEY] = self.state_dict()
+                self._fold(name, layer, optimizer, group, made)
+        refreshed = self._advance()
+        if saved is None or refreshed or len(saved["shared"]) != settled:
+            saved = self.state_dict()
+        optimizer.param_groups[0][STATE_KEY] = {**saved, "steps": self.steps}
 
-    def _fold(self, name: str, layer: nn.Module, group: dict[str, Any], made: dict) -> None:
+    def _fold(self, name: str, layer: nn.Module, optimizer: Any, group: dict[str, Any], made: dict) -> None:
         carrier, basis = _carrier(layer), layer.basis
         kind = (id(basis), carrier.device, carrier.dtype)
         if kind not in made:
@@ -116,7 +126,7 @@ class Compression:
             carrier.detach(),
             made[kind],
             scale=self.config.scale,
-            decay=1.0 - float(group["lr"]) * float(group.get("weight_decay", 0.0) or 0.0),
+            decay=_decay(optimizer, group),
             name=name,
             seed=self.config.seed,
             step=self.steps,
@@ -128,14 +138,31 @@ class Compression:
         first = steps == 1 and self.config.projection == "principal"
         return first or steps % self.config.update_proj_gap == 0
 
-    def _advance(self) -> None:
-        bases = self.bases()
-        if self._due(self.steps):
-            observed = [basis for basis in bases if basis.energy is not None]
-            _sum_over_processes([basis.energy for basis in observed])
+    def _advance(self) -> bool:
+        """Refresh the subspaces if that is due; whether it was."""
+        bases, due = self.bases(), self._due(self.steps)
+        if due:
+            self._sum_over_processes([basis for basis in bases if basis.collecting])
             for basis in bases:
                 basis.refresh()
         self._prepare()
+        return due
+
+    def _sum_over_processes(self, bases: list[InputBasis]) -> None:
+        """Each process has seen its own part of the batch, or nothing of a layer; all must choose the same
+        coordinates."""
+        distributed = torch.distributed
+        if not bases or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if distributed.get_world_size() > 1:
+            device = next(iter(self.layers.values())).weight.device
+            for basis in bases:
+                if basis.energy is None:
+                    basis.energy = torch.zeros(basis.features, device=device)
+            together = torch.cat([basis.energy.to(device) for basis in bases])
+            distributed.all_reduce(together)
+            for basis, energy in zip(bases, together.split([b.features for b in bases]), strict=True):
+                basis.energy = energy.to(basis.energy.device)
 
     def _prepare(self) -> None:
         wanted = self._due(self.steps + 1)
@@ -215,7 +242,9 @@ class Compression:
 
     def restore(self) -> None:
         """Make every layer the plain one again: same weight, no carrier, nothing left behind. Call it between steps;
-        gradients of carriers are dropped."""
+        gradients of carriers are dropped. Once more changes nothing."""
+        if self._model.__dict__.get(OWNER) is not self:
+            return
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -242,17 +271,23 @@ def _carrier(layer: nn.Module) -> Tensor:
     return layer._parameters[CARRIER]
 
 
-def _sum_over_processes(energies: list[Tensor]) -> None:
-    """Each process has seen its own part of the batch; all must choose the same coordinates."""
-    distributed = torch.distributed
-    if not energies or not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if distributed.get_world_size() > 1:
-        for energy in energies:
-            distributed.all_reduce(energy)
+def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
+    """1 - lr wd of a group."""
+    rate, decay = group.get("lr"), float(group.get("weight_decay") or 0.0)
+    if decay and rate is None:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no learning rate (lr=None), by which the decay of compressed weights "
+            "is applied: give it one, or set weight_decay=0."
+        )
+    return 1.0 - float(rate) * decay if decay else 1.0
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    if len(_alive) > 1 and len(found := compressions_of(optimizer)) > 1:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds the carriers of {len(found)} compressed models: use one optimizer for "
+            "each, or put the models into one and compress that."
+        )
     for compression in list(_alive):
         compression.after_step(optimizer)
 

@@ -7,8 +7,8 @@ The optimizer's decay of B is a decay of zero, so W's own is applied here, decou
 
 Weights in bf16 and fp16 are written back with stochastic rounding, as by the package's optimizers: most updates are
 smaller than half a unit in the last place. The random numbers are a hash of (seed, layer, step, element). The sum is
-formed in fp32, in pieces of ``PIECE`` elements; where P consists of coordinates and nothing decays, only their columns
-are touched.
+formed in fp32, in pieces of ``PIECE`` elements (the product with a dense P is the carrier's dtype's, hence rounded to
+it); where P consists of coordinates and nothing decays, only their columns are touched.
 """
 
 from __future__ import annotations

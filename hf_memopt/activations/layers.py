@@ -67,6 +67,11 @@ class LeanLayer:
         """The weight as (m, n), a view."""
         return self.weight.detach().T if self.transposed else self.weight.detach()
 
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        # pickles name the plain class: that of Conv1D's subclass exists only where it has been asked for
+        _, _, *rest = super().__reduce_ex__(protocol)
+        return _new, (_plain_class(self),), *rest
+
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.pop(prefix + CARRIER, None)
@@ -93,12 +98,25 @@ _CLASSES: dict[type, type] = {nn.Linear: MemoptLinear}
 def lean_class(module: nn.Module) -> type | None:
     """The class for ``module``, or None if it is of a kind that is left alone. transformers' ``Conv1D`` is known by its
     name, so nothing is imported for it."""
-    cls = type(module)
+    return _lean_class(type(module))
+
+
+def _lean_class(cls: type) -> type | None:
     if cls not in _CLASSES and cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers."):
         body = {"transposed": True, "__module__": __name__, "__doc__": cls.__doc__}
         made = type("MemoptConv1D", (LeanLayer, cls), body)
         _CLASSES[cls] = globals()["MemoptConv1D"] = made
     return _CLASSES.get(cls)
+
+
+def _plain_class(layer: nn.Module) -> type:
+    return next(plain for plain, cls in _CLASSES.items() if cls is type(layer))
+
+
+def _new(plain: type) -> nn.Module:
+    """For unpickling and copying."""
+    cls = _lean_class(plain)
+    return cls.__new__(cls)
 
 
 def patch(layer: nn.Module, basis: InputBasis | None) -> None:
@@ -119,7 +137,7 @@ def unpatch(layer: nn.Module) -> None:
         layer.weight.requires_grad_(True)
         layer.weight.grad = None
     del layer.basis, layer.settled
-    layer.__class__ = next(plain for plain, cls in _CLASSES.items() if cls is type(layer))
+    layer.__class__ = _plain_class(layer)
 
 
 def compressed_weights(model: nn.Module) -> set[int]:

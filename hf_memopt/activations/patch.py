@@ -8,6 +8,7 @@ classifier, is small in activations and large in effect. Left alone, with the re
   so nothing would be saved. It is known by its place: a layer of an attention that is not called for a query, key or
   value, or the one layer of an attention's output module;
 - weights that several modules share, and embeddings;
+- the layers of PEFT's adapters, which are narrow already;
 - experts in one tensor of three dimensions, which are not linear layers.
 
 With ``recompute`` the remaining trainable linear layers become exact ones (``layers.py``), which do not keep an input
@@ -110,6 +111,8 @@ def _choose(
                 reason = "weight shared by several modules"
             elif not layer.weight.requires_grad:
                 reason = "frozen"
+            elif any(hasattr(holder, "base_layer") for holder in _ancestors(model, name)):
+                reason = "part of an adapter"
             elif not re.search(r"(^|\.)\d+\.", name):
                 reason = "not in a repeated block"
             elif _behind_attention(model, name):

@@ -58,6 +58,11 @@ def _close(module: nn.Module, args: tuple, output: Any) -> None:
         _scopes.stack.pop()
 
 
+def close() -> None:
+    """Close what is open in this thread, between two forwards: torch runs no hook on KeyboardInterrupt."""
+    _scopes.stack.clear()
+
+
 @torch._disable_dynamo
 def first_reader(x: Tensor, basis: InputBasis) -> InputBasis:
     """The basis of the first layer that was given ``x`` in this scope, if it fits ``basis``; else ``basis`` itself."""

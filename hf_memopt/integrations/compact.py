@@ -32,6 +32,7 @@ class CompActCallback(TrainerCallback):
         ValueError: when the Trainer is made, if nothing can be compressed, the model is compressed already, an
             optimizer exists before its carriers, or ``optim=`` is one that compresses by itself.
         NotImplementedError: for FSDP, DeepSpeed and other ways of sharding.
+        RuntimeError: when training begins, if the Trainer trains another model by then, one that ``model_init`` made.
     """
 
     def __init__(
@@ -52,6 +53,13 @@ class CompActCallback(TrainerCallback):
                 "hf_memopt.compress_activations(model, config) before you make it, and leave the callback out."
             )
         compress_activations(model, self.config, target_modules=self.target_modules)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if compression_of(model) is None:
+            raise RuntimeError(
+                "The model that is trained is not the one that CompActCallback compressed: where model_init= makes it, "
+                "call hf_memopt.compress_activations(model, config) in there and leave the callback out."
+            )
 
 
 def begin(model: Any, optimizer: Any, args: Any) -> None:

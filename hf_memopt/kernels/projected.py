@@ -53,17 +53,29 @@ class BackProjection:
     residual_scale: float = 1.0
 
 
-def project(grad: Tensor, basis: Tensor) -> Tensor:
-    """R (b, r, L) fp32 of ``grad`` (b, d, L).
+def within_range(grad: Tensor) -> Tensor:
+    """Whether the kernels take a gradient: every |g| is at most ``MAX_GRADIENT`` and none is NaN; a bool, ()."""
+    # aminmax takes a third of the time of a norm, but only along the rows in memory
+    smallest, largest = torch.aminmax(grad if grad.stride(-1) == 1 else grad.mT)
+    return (smallest.float() >= -MAX_GRADIENT) & (largest.float() <= MAX_GRADIENT)
 
-    ``basis`` is (b, d, r), then it is computed in its dtype, or int64 numbers (b, r) of coordinates.
+
+def project(grad: Tensor, basis: Tensor, usable: Tensor | None = None) -> Tensor:
+    """R (b, r, L) fp32 of ``grad`` (b, d, L); NaN, which the kernels refuse, of a gradient that is not usable.
+
+    A subspace can hide what the kernels would refuse, and the residual would bring it into the weights.
+
+    Args:
+        basis: (b, d, r), then R is computed in its dtype, or int64 numbers (b, r) of coordinates.
+        usable: ``within_range(grad)``, if it is known.
     """
+    usable = within_range(grad) if usable is None else usable
+    return _project(grad, basis).masked_fill_(~usable, torch.nan)
+
+
+def _project(grad: Tensor, basis: Tensor) -> Tensor:
     if not basis.is_floating_point():
-        seen = torch.stack([_chosen_rows(g, chosen) for g, chosen in zip(grad, basis, strict=True)]).float()
-        # a gradient that is not usable in coordinates that are not seen is none either: the kernels refuse NaN
-        # (aminmax takes a tenth of the time of a norm, but only along the rows in memory)
-        smallest, largest = torch.aminmax(grad if grad.stride(-1) == 1 else grad.mT)
-        return seen.masked_fill_(~((smallest >= -MAX_GRADIENT) & (largest <= MAX_GRADIENT)), torch.nan)
+        return torch.stack([_chosen_rows(g, chosen) for g, chosen in zip(grad, basis, strict=True)]).float()
     if grad.dtype == basis.dtype == torch.float32:
         return basis.mT @ grad
     b, d, length = grad.shape

@@ -22,7 +22,7 @@ from ..activations.layers import compressed_weights
 from ..codecs.base import Codec, all_specs, zeros
 from ..param_groups import TREATMENTS, Treatment, decide, unsupported_dtype
 from .backward import BackwardUpdates, release
-from .checks import refuse_shared_memory
+from .checks import check_options, refuse_shared_memory
 from .loading import CheckedLoading, name_in_group
 from .report import GroupRow, MemoryReport, storage_bytes
 
@@ -143,7 +143,7 @@ class CodecOptimizer(CheckedLoading):
     # -- parameters -------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; refuses parameters that no kernel takes, before the first step."""
+        """As torch's; refuses, before the first step, options out of range and parameters that no kernel takes."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -154,6 +154,7 @@ class CodecOptimizer(CheckedLoading):
         self._hook_up()
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        check_options(group)
         me, treatment = type(self).__name__, group["treatment"]
         if treatment not in ("auto", *self.TREATMENTS):
             raise ValueError(f"treatment={treatment!r} is not known: choose auto, {' or '.join(self.TREATMENTS)}.")

@@ -60,7 +60,7 @@ def galore(
         raise ValueError(
             f"{options.strategy}: which weights belong to linear layers is read from the model: pass the model as well."
         )
-    own = {key: getattr(options, key) for key in (*OWN_OPTIONS, "matmul")}
+    own = {key: getattr(options, key) for key in OWN_OPTIONS}
     own["state"] = "ternary" if isinstance(options, GaLoreTacoOptions) else "fp32"
     return GaLoreAdamW, {**_common(model, options, projection=Projection.of(own), **training), **own}
 

@@ -15,8 +15,9 @@ The step is in ``kernels/projected.py``, the subspaces are in ``projections/``, 
 At rank = d and scale 1 a group's matrices are not projected, which is AdamW itself. What is not projected is updated as
 in ``TacoAdamW``: fp32 moments with ``state="fp32"``, ternary ones for matrices with ``state="ternary"``.
 
-A refresh is due by the parameter's own count of steps. A gradient that is zero or not finite leaves the
-subspace as it is, the latter with a warning, and the next step tries again.
+A refresh is due by the parameter's own count of steps. A gradient that is zero leaves the subspace as it is, and the
+next step tries again. So does one that is not finite, or so large that a kernel would refuse it or its projection onto
+the new subspace: that step changes nothing at all, with a warning.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..codecs.base import Codec, parts, write
+from ..codecs.base import Codec, parts, state_key, write
 from ..codecs.projected import STATES, Projection
 from ..kernels import projected, reference
-from ..kernels.scalars import MAX_GRADIENT, StepScalars, bias_correction, mix32, parameter_key
+from ..kernels.scalars import StepScalars, bias_correction, mix32, parameter_key
 from ..options import GaLoreOptions
 from ..param_groups import Treatment, decide
 from ..parsing import parse_options
@@ -45,7 +46,7 @@ logger = logging.getLogger("hf_memopt")
 
 SPREAD = 10
 SETTLED = 0.8
-"""An overlap (``projections/moments.py``) from which on a subspace counts as settled."""
+"""The share of the seen energy (``overlap`` in ``projections/moments.py``) from which on a subspace is settled."""
 
 FIND = {"subspace": bases.iterate, "svd": bases.singular, "select": bases.select}
 
@@ -61,6 +62,7 @@ OWN_OPTIONS = (
     "stagger",
     "adaptive",
     "projector",
+    "matmul",
 )
 _defaults = GaLoreOptions()
 
@@ -112,8 +114,7 @@ class GaLoreAdamW(TacoAdamW):
         **options: Any,
     ) -> None:
         given = locals()
-        own = _checked({"state": state, **{key: given[key] for key in OWN_OPTIONS}}, matmul=matmul)
-        self.matmul = matmul
+        own = _checked({"state": state, **{key: given[key] for key in OWN_OPTIONS}})
         self._slots: dict[int, int] = {}
         self._names: dict[int, str] = {}
         super().__init__(params, lr, betas, eps, weight_decay, more_defaults=own, **options)
@@ -133,9 +134,6 @@ class GaLoreAdamW(TacoAdamW):
         common = {key: {g[key] for g in groups} for key in shown}
         agreed = ", ".join(f"{key}={values.pop()}" for key, values in common.items() if len(values) == 1)
         return f"{super().title()} ({agreed})" if agreed else super().title()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "matmul": self.matmul}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._slots, self._names = {}, {}
@@ -217,13 +215,24 @@ class GaLoreAdamW(TacoAdamW):
             return super()._update_matrix(group, p, state, scalars)
         projection = Projection.of(group)
         space, codecs = projection.space(p.shape), projection.codecs(p.shape)
-        dtype = projected.matmul_dtype(self.matmul, p.grad)
+        dtype = projected.matmul_dtype(group["matmul"], p.grad)
         step = int(state["step"]) + 1
+        grad, now, usable, fresh = space.view(p.grad), state, None, None
         # a simulation is asked for the highest step, and that one refreshes
         if step >= state["refresh_at"] or isinstance(p, FakeTensor):
-            self._refresh(group, p, state, space, codecs, step)
-        basis = self._basis(group, p, state, space, codecs, dtype)
-        low_grad = projected.project(space.view(p.grad), basis)
+            usable = projected.within_range(grad)
+            now, fresh = self._find(group, p, state, space, codecs, usable)
+        basis = self._basis(group, p, now, space, codecs, dtype)
+        low_grad = projected.project(grad, basis, usable)
+        if usable is not None:
+            if not bases.truth(usable & projected.within_range(low_grad)):
+                logger.warning(
+                    "The subspace of %s stays as it is: its gradient is not finite, or too large, at a refresh.",
+                    self._name(p),
+                )
+                return False  # as the kernels would say; nothing has changed, and the refresh is still due
+            if fresh is not None:
+                self._refresh(group, p, state, space, codecs, now, fresh, step, low_grad)
         backend = self._backend(p)
         minus_u, applied = projected.direction(backend, group["state"] == "ternary", low_grad, _flat(state), scalars)
         if applied is False:
@@ -259,29 +268,52 @@ class GaLoreAdamW(TacoAdamW):
         columns, signs = bases.random_columns(self._key(group, p, refreshes), *_basis_size(space), p.device)
         return bases.cosine_columns(columns, space.dimension, dtype).mul_(signs[:, :, None])
 
-    def _refresh(
-        self, group: dict, p: Tensor, state: dict, space: Subspace, codecs: dict[str, Codec], step: int
-    ) -> None:
-        """Find a new subspace, let the moments follow, and say when the next one is due."""
-        old = self._basis(group, p, state, space, codecs, torch.float32).clone()  # what is stored is overwritten
-        found, usable = None, torch.linalg.vector_norm(p.grad, torch.inf) <= MAX_GRADIENT  # else the step is refused
+    def _find(
+        self, group: dict, p: Tensor, state: dict, space: Subspace, codecs: dict[str, Codec], usable: Tensor
+    ) -> tuple[dict, Tensor | None]:
+        """(The state with a new subspace, which of the matrices have one); nothing is written yet, since the projected
+        gradient may still be refused. Where there is none: (``state``, None)."""
         if not bases.truth(usable):
-            logger.warning("The subspace of %s stays as it is: its gradient is not finite at a refresh.", self._name(p))
-            return  # it is still due
+            return state, None
+        refreshes = state["refreshes"] + 1
         if group["refresh"] == "random":
-            usable = usable.expand(space.matrices)
-        else:
-            found, usable = FIND[group["refresh"]](space.view(p.grad), old)
-        if not bases.truth(usable.any()):
-            return  # zeros tell nothing: it is still due
-        state["refreshes"] += 1
-        if found is not None:
-            write("projector", state, codecs["projector"].encode(found))
-        new = self._basis(group, p, state, space, codecs, torch.float32)
+            return {**state, "refreshes": refreshes}, usable.expand(space.matrices)
+        old = self._basis(group, p, state, space, codecs, torch.float32)
+        grad = p.grad
+        if group["maximize"] and group["refresh"] == "svd":
+            grad = -grad  # so that it is what minimizing finds: LAPACK's vectors of -G are not always those of G
+        found, fresh = FIND[group["refresh"]](space.view(grad), old)
+        if not bases.truth(fresh.any()):
+            return state, None  # zeros tell nothing: it is still due
+        encoded = codecs["projector"].encode(found)
+        # laid out as they will be stored: the order of a product's sums depends on it
+        basis = {state_key("projector", part): value.contiguous() for part, value in encoded.items()}
+        return {**state, "refreshes": refreshes, **basis}, fresh
+
+    def _refresh(
+        self,
+        group: dict,
+        p: Tensor,
+        state: dict,
+        space: Subspace,
+        codecs: dict[str, Codec],
+        now: dict,
+        fresh: Tensor,
+        step: int,
+        low_grad: Tensor,
+    ) -> None:
+        """Take over the subspace that ``_find`` gave, let the moments follow, and say when the next one is due."""
+        old, new = (self._basis(group, p, one, space, codecs, torch.float32) for one in (state, now))
         if step > 1 and group["transport"] == "moments":
-            self._transport(group, p, state, space, codecs, new, old, usable, step)
+            self._transport(group, p, state, space, codecs, new, old, fresh, step)
+        watched = group["adaptive"] and group["refresh"] != "random"
+        settled = watched and bases.truth((overlap(new, old, low_grad) >= SETTLED).all())
+        state["refreshes"] = now["refreshes"]
+        if group["refresh"] in FIND:
+            buffers = parts(codecs["projector"], "projector", now, p.shape)
+            write("projector", state, buffers)
         state["refresh_at"] = self._next_refresh(group, p, step)
-        if group["adaptive"] and group["refresh"] != "random" and bases.truth((overlap(new, old) >= SETTLED).all()):
+        if settled:
             state["refresh_at"] += group["update_proj_gap"]
 
     def _transport(
@@ -312,7 +344,7 @@ class GaLoreAdamW(TacoAdamW):
         more = ()
         if group["state"] == "ternary":
             n, k = v.shape
-            key = self._key(group, p, state["refreshes"])
+            key = self._key(group, p, state["refreshes"] + 1)
             row = torch.arange(n, device=v.device)[:, None]
             more = (reference.uniform(reference.hash_at(key, row, torch.arange(k, device=v.device))),)
         write("exp_avg_sq", state, codecs["exp_avg_sq"].encode(v, *more))
@@ -344,10 +376,10 @@ def _flat(state: dict) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if key.startswith("exp_avg")}
 
 
-def _checked(group: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _checked(group: dict[str, Any]) -> dict[str, Any]:
     """``state`` and the options of a group, with their own types where they were given as text; raises ValueError for
     one that is wrong, with the sentence of ``GaLoreOptions``."""
     if group["state"] not in STATES:
         raise ValueError(f"state={group['state']!r} is not known: choose {' or '.join(STATES)}.")
-    options = parse_options(GaLoreOptions, {**{key: group[key] for key in OWN_OPTIONS}, **more}, strategy="GaLoreAdamW")
+    options = parse_options(GaLoreOptions, {key: group[key] for key in OWN_OPTIONS}, strategy="GaLoreAdamW")
     return {"state": group["state"], **{key: getattr(options, key) for key in OWN_OPTIONS}}

@@ -26,7 +26,8 @@ from ..codecs.one_sparse import LAYOUTS, OneSparseHistory, as_columns
 from ..kernels import one_sparse
 from ..kernels.scalars import StepScalars
 from ..param_groups import decide
-from .taco_adamw import TacoAdamW, _is_number
+from .checks import is_number
+from .taco_adamw import TacoAdamW
 
 MAX_KEPT = 1024
 
@@ -112,9 +113,9 @@ def _check_rule(group: dict[str, Any]) -> None:
     if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_KEPT:
         raise ValueError(f"k must be a whole number from 0 to {MAX_KEPT}, got {k!r}.")
     for name, below in (("decay", 1.0), ("lr_scale", float("inf"))):
-        if not _is_number(group[name]) or not 0.0 <= group[name] < below:
+        if not is_number(group[name]) or not 0.0 <= group[name] < below:
             raise ValueError(f"{name} must be a number of at least 0 and below {below:g}, got {group[name]!r}.")
-    if not _is_number(consume) or not 0.0 <= consume <= 1.0:
+    if not is_number(consume) or not 0.0 <= consume <= 1.0:
         raise ValueError(f"consume must be a number from 0 to 1, got {consume!r}.")
     if not isinstance(group["dimension_scale"], bool):
         raise ValueError(f"dimension_scale must be True or False, got {group['dimension_scale']!r}.")

@@ -27,7 +27,6 @@ hash of (seed, parameter name, step, element), so no generator is stored and res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +42,7 @@ from ..kernels.folded import Folded, as_matrix
 from ..kernels.scalars import StepScalars, parameter_key
 from .answers import Answers
 from .base import CodecOptimizer
+from .checks import check_bool, check_options, is_number
 from .loading import FORMAT_VERSION
 from .statistics import CodeStatistics
 
@@ -94,27 +94,21 @@ class TacoAdamW(CodecOptimizer):
         clip_per_parameter: float | None = None,
         more_defaults: dict[str, Any] | None = None,
     ) -> None:
-        if not _is_number(lr, torch.Tensor) or not 0.0 <= lr < float("inf"):
-            raise ValueError(f"lr must be a finite number of at least 0, got {lr!r}.")
-        pair = isinstance(betas, Sequence) and len(betas) == 2 and all(_is_number(b) for b in betas)
-        if not pair or not all(0.0 <= b < 1.0 for b in betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}.")
-        for name, value in (("eps", eps), ("weight_decay", weight_decay)):
-            if not _is_number(value) or not 0.0 <= value < float("inf"):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}.")
-        for name, value in (
-            ("stochastic_rounding", stochastic_rounding),
-            ("maximize", maximize),
-            ("update_in_backward", update_in_backward),
-        ):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}.")
+        own = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "seed": seed,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        check_options(own)
+        check_bool("update_in_backward", update_in_backward)
         if kernel not in kernels.KERNELS:
             raise ValueError(f"kernel={kernel!r} is not a kernel: choose one of {', '.join(kernels.KERNELS)}.")
         if clip_per_parameter is not None:
-            if not _is_number(clip_per_parameter) or not 0.0 < clip_per_parameter < float("inf"):
+            if not is_number(clip_per_parameter) or not 0.0 < clip_per_parameter < float("inf"):
                 raise ValueError(f"clip_per_parameter must be a finite number above 0, got {clip_per_parameter!r}.")
             if not update_in_backward:
                 raise ValueError(
@@ -123,13 +117,8 @@ class TacoAdamW(CodecOptimizer):
         self.kernel = kernel
         self._start(update_in_backward, clip_per_parameter)
         defaults = {
-            "lr": lr,
+            **own,
             "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "seed": seed,
-            "stochastic_rounding": stochastic_rounding,
             "treatment": "auto",
             "format_version": FORMAT_VERSION,
             "optimizer": self.NAME,
@@ -228,7 +217,3 @@ class TacoAdamW(CodecOptimizer):
     def kernel_name(self) -> str:
         devices = dict.fromkeys(p.device.type for group in self.param_groups for p in group["params"])
         return ", ".join(dict.fromkeys(kernels.select(self.kernel, d)[0] for d in devices)) or self.kernel
-
-
-def _is_number(x: Any, *also: type) -> bool:
-    return isinstance(x, (int, float, *also)) and not isinstance(x, bool)

@@ -26,9 +26,11 @@ def iterate(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """
     z = torch.zeros_like(basis, dtype=torch.float32)
     start = basis.float()
+    # one of the two factors is scaled, so that products of huge or tiny gradients neither overflow nor vanish
+    shrink = torch.ldexp(torch.ones_like(z[:, 0, 0]), (-torch.frexp(_largest(grad)).exponent).clamp(max=126))
     for matrix, part in pieces(grad):
         g = grad[matrix, :, part].float()
-        z[matrix].addmm_(g, g.mT @ start[matrix])
+        z[matrix].addmm_(g, (g.mT @ start[matrix]).mul_(shrink[matrix]))
     size = z.abs().amax(dim=(1, 2))
     usable = size.isfinite() & (size > 0)
     pick = usable[:, None, None]
@@ -62,12 +64,19 @@ def singular(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 def select(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers, rising, of those of the d coordinates of each matrix of ``grad`` (b, d, L) that have the most energy, as
     many as ``basis`` (b, r) has."""
-    energy = torch.zeros(grad.shape[:2], device=grad.device)
+    energy = torch.zeros(grad.shape[:2], device=grad.device, dtype=torch.float64)
     for matrix, part in pieces(grad):
-        energy[matrix] += grad[matrix, :, part].float().square().sum(dim=1)
+        energy[matrix] += grad[matrix, :, part].float().square().sum(dim=1, dtype=torch.float64)
     best = energy.topk(basis.shape[1], dim=1).indices.sort(dim=1).values
     usable = energy.isfinite().all(dim=1) & (energy > 0).any(dim=1)
     return torch.where(usable[:, None], best, basis), usable
+
+
+def _largest(grad: Tensor) -> Tensor:
+    """The largest |g| of each matrix of ``grad`` (b, d, L), (b,) fp32."""
+    flat = (grad if grad.stride(-1) == 1 else grad.mT).flatten(1)
+    smallest, largest = torch.aminmax(flat, dim=1)
+    return torch.maximum(-smallest, largest).float()
 
 
 def truth(answer: Tensor) -> bool:

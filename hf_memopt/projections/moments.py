@@ -46,11 +46,22 @@ def transport_coordinates(m: Tensor, v: Tensor, new: Tensor, old: Tensor) -> tup
     return torch.where(seen, kept[0], 0.0), torch.where(seen, kept[1], v.mean(dim=1, keepdim=True))
 
 
-def overlap(new: Tensor, old: Tensor) -> Tensor:
-    """||C||^2 / r of each matrix, (b,): 1 when both bases span the same subspace, about r / d for unrelated ones."""
-    if not new.is_floating_point():
-        return _places(new, old)[1].float().mean(dim=1)
-    return change_of_basis(new, old).square().sum(dim=(1, 2)) / new.shape[-1]
+def overlap(new: Tensor, old: Tensor, low_grad: Tensor) -> Tensor:
+    """How much of what the new subspace sees of the gradient the old one saw too, (b,), from 0 to 1.
+
+    ||C^T R||^2 / ||R||^2 for R = P_new^T G, ``low_grad`` (b, r, L): each direction counts by the gradient's energy in
+    it, and turning either basis changes nothing. Where all directions have the same energy it is ||C||^2 / r. Without
+    the weights the directions that fill up the subspace of a gradient of lower rank would count like the rest, and
+    they are others every time. 1 where the gradient is zero.
+    """
+    smallest, largest = torch.aminmax(low_grad.flatten(1), dim=1)
+    peak = torch.maximum(-smallest, largest)
+    scaled = low_grad / torch.where(peak > 0, peak, 1.0)[:, None, None]  # squares neither overflow nor vanish
+    if new.is_floating_point():
+        held = (change_of_basis(new, old).mT @ scaled).square().sum(dim=(1, 2))
+    else:
+        held = (scaled.square().sum(dim=2) * _places(new, old)[1]).sum(dim=1)
+    return torch.where(peak > 0, held / scaled.square().sum(dim=(1, 2)), 1.0)
 
 
 def change_of_basis(new: Tensor, old: Tensor) -> Tensor:

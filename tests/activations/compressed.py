@@ -11,8 +11,10 @@ from transformers.pytorch_utils import Conv1D
 from hf_memopt import CompActConfig, compress_activations
 from hf_memopt.activations.basis import InputBasis
 from hf_memopt.activations.layers import CARRIER, patch
+from tests.cases import randn
 
 DEVICE = torch.device("cpu")
+N, TOKENS = 16, (3, 5)
 KINDS = ("principal", "structured", "orthonormal", "gaussian")
 
 
@@ -76,7 +78,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """Blocks and a head."""
 
-    def __init__(self, n: int = 16, blocks: int = 2) -> None:
+    def __init__(self, n: int = N, blocks: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(n) for _ in range(blocks))
         self.head = nn.Linear(n, 3)
@@ -97,3 +99,21 @@ def blocks(seed: int = 5, **config) -> tuple[Blocks, Blocks, object]:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sgd(model: nn.Module, **options) -> torch.optim.SGD:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **{"lr": 0.1, **options})
+
+
+def step(model: Blocks, optimizer, seed: int = 0) -> float:
+    """One step on numbers that depend on the seed; the loss before it."""
+    loss = model(randn(*TOKENS, N, seed=seed)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def llama_input(tokens: int = 12) -> dict[str, Tensor]:
+    ids = torch.arange(tokens)[None] % 100
+    return {"input_ids": ids, "labels": ids}

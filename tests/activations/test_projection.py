@@ -152,7 +152,7 @@ def test_what_is_folded_back_is_what_was_projected(kind, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_coordinates_are_weighted_without_bias(dtype):
-    """A weight rounded to bf16 would make all of z too large or too small by up to 0.4 %; z itself is rounded anyway."""
+    """A weight rounded to bf16 would make all of z too large or too small by up to 0.4 %; z is rounded anyway."""
     p = of("structured", 4096, 999)
     x = randn(64, 4096, seed=3, dtype=dtype)
     exact = x.double()[:, p.index] * p.weight.double()

@@ -173,6 +173,28 @@ def replaced_galore(tmp: Path) -> None:
             assert [group[key] for key in ("rank", "update_proj_gap", "scale", "state")] == [16, 3, 0.25, state]
 
 
+def compact(tmp: Path) -> None:
+    """Patched by its name and by the callback; a checkpoint is the plain model's, and resumes with its subspaces."""
+    settings = {"optim_args": "rank=0.25,update_proj_gap=3,recompute=norms,mlp"}
+    straight = trainer(tmp / "named", optim="compact_adamw", **settings)
+    keys = list(straight.model.state_dict())
+    straight.train()
+    assert list(straight.model.state_dict()) == keys
+    again = trainer(tmp / "named", optim="compact_adamw", **settings)
+    again.train(resume_from_checkpoint=str(tmp / "named" / "checkpoint-4"))
+    assert differences(snapshot(straight), snapshot(again)) == []
+
+    def with_callback() -> Trainer:
+        args = arguments(tmp / "callback", optim="adamw_torch")
+        config = hf_memopt.CompActConfig(rank=0.25, update_proj_gap=3)
+        return Trainer(tiny_llama(), args, train_dataset=texts(), callbacks=[hf_memopt.CompActCallback(config)])
+
+    straight, again = with_callback(), with_callback()
+    straight.train()
+    again.train(resume_from_checkpoint=str(tmp / "callback" / "checkpoint-4"))
+    assert differences(snapshot(straight), snapshot(again)) == []
+
+
 CHECKS = [
     names,
     command_line,
@@ -189,6 +211,7 @@ CHECKS = [
     galore,
     galore_layerwise,
     replaced_galore,
+    compact,
 ]
 
 

@@ -11,7 +11,8 @@ from hf_memopt.optim.answers import Answers
 @pytest.fixture
 def launches_left_out(monkeypatch):
     """The Triton kernels' allocations on the CPU, their launches left out: the CPU's own kernels have temporaries of
-    other sizes. Without a launch there is no answer to read either, a byte a parameter that a simulation does not keep."""
+    other sizes. Without a launch there is no answer to read either, a byte a parameter, which a simulation does not
+    keep."""
     pytest.importorskip("triton")
     from hf_memopt.kernels import triton, triton_kernels
 

@@ -111,7 +111,7 @@ def test_layerwise_holds_no_gradient_after_backward():
 
 
 def test_compression_and_recomputation_hold_fewer_activations():
-    """Inputs that are made again are not kept, compressed or not: with recomputation, compression saves no more of them."""
+    """Inputs that are made again are not kept, compressed or not: with it, compression saves no more of them."""
     builders = (plain, optimizer("compact_adamw", recompute="none"), recomputing, optimizer("compact_adamw"))
     asked = {"tokens": TOKENS, "granularity": 1, "gradient_checkpointing": False, "loss": without_logits}
     held = [simulate.simulate(llama(torch.bfloat16, **LAYERS), b, **asked).after["forward"] for b in builders]

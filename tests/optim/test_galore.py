@@ -308,7 +308,7 @@ class TestGradientsOfNoUse:
 
     @pytest.mark.parametrize("residual", ["none", "fira", "sign"])
     @pytest.mark.parametrize("refresh", REFRESH)
-    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25, 1.9e19])
     def test_not_usable_between_refreshes(self, bad, refresh, residual):
         """Wherever it stands: ``select`` does not see every coordinate."""
         p = parameter(23, 41)

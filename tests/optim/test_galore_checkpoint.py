@@ -212,7 +212,7 @@ def test_copies_go_on_alone(copied, refresh, steps):
     optimizer, parameters = make(torch.bfloat16, **OPTIONS, refresh=refresh, state="ternary", matmul="float32")
     train(optimizer, range(steps))
     twin, theirs = copied((optimizer, parameters))
-    assert twin.matmul == "float32" and twin.param_groups[0]["params"][0] is theirs[0]
+    assert twin.param_groups[0]["matmul"] == "float32" and twin.param_groups[0]["params"][0] is theirs[0]
     before = snapshot(twin)
     train(optimizer, range(steps, steps + 4))
     assert state_equal(snapshot(twin), before)

@@ -92,6 +92,19 @@ class TestGroups:
         assert states[2]["projector.coordinates"].shape == (1, 6) and states[2]["side"] == "right"
         assert "residual_norm" in states[1] and states[2]["exp_avg.codes"].dtype == torch.uint8
 
+    def test_matmul_of_a_group(self):
+        """Each group's own: as if the whole optimizer had it."""
+        alone = {}
+        for matmul in ("float32", "bfloat16"):
+            alone[matmul] = parameter(64, 128)
+            train(GaLoreAdamW([{"params": [alone[matmul]], "rank": 8}], refresh="subspace", matmul=matmul), range(1))
+        assert not torch.equal(*alone.values())
+        for matmul, expected in alone.items():
+            p = parameter(64, 128)
+            group = {"params": [p], "rank": 8, "matmul": matmul}
+            train(GaLoreAdamW([group], refresh="subspace", matmul="auto"), range(1))
+            assert torch.equal(p, expected)
+
     def test_options_as_text_are_what_they_say(self):
         """As they come from ``optim_args``: "false" is not true."""
         p = parameter(64, 128)
@@ -126,13 +139,15 @@ WRONG = [
     ("stagger", 2),
     ("adaptive", None),
     ("projector", "int4"),
+    ("matmul", "fp8"),
+    ("matmul", None),
     ("state", "int8"),
     ("state", None),
 ]
 
 
 class TestOptions:
-    @pytest.mark.parametrize("key, value", [*WRONG, ("matmul", "fp8"), ("matmul", None)], ids=str)
+    @pytest.mark.parametrize("key, value", WRONG, ids=str)
     def test_out_of_range(self, key, value):
         with pytest.raises(ValueError) as found:
             GaLoreAdamW([parameter(4, 4)], **{key: value})

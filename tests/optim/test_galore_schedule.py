@@ -90,6 +90,21 @@ def test_adaptive(refresh):
                 assert set(gaps) == {gap}, gaps
 
 
+@pytest.mark.parametrize("refresh", ["subspace", "svd", "select"])
+def test_adaptive_where_the_gradient_has_a_lower_rank(refresh):
+    """Two directions, and noise in all others: which of the noise fills the rest of the subspace means nothing."""
+    gap, steps = 3, 60
+    fixed = randn(24, 2, seed=1) @ randn(2, 30, seed=2)
+    if refresh == "select":
+        fixed[2:] = 0
+    p = parameter(24, 30)
+    options = {**OPTIONS, "refresh": refresh, "update_proj_gap": gap, "stagger": False, "adaptive": True}
+    optimizer = GaLoreAdamW([{"params": [p], "treatment": "projected"}], **options)
+    (found,) = refreshed_at(optimizer, steps, lambda t, i: fixed + 1e-3 * randn(24, 30, seed=t))
+    gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
+    assert set(gaps[3:]) == {2 * gap}, gaps
+
+
 def test_adaptive_leaves_random_subspaces_alone():
     optimizer = many(3, update_proj_gap=3, stagger=False, refresh="random", adaptive=True)
     assert refreshed_at(optimizer, 10) == [[1, 4, 7, 10]] * 3

@@ -108,7 +108,7 @@ def test_iterate_where_the_gradient_has_a_lower_rank():
     assert energy(grad, p).item() / grad.double().square().sum().item() > 1 - 1e-4
 
 
-@pytest.mark.parametrize("size", [1e-15, 1e-6, 1e6, 1e15])
+@pytest.mark.parametrize("size", [1e-30, 1e-15, 1e-6, 1e6, 1e15, 1e18])
 def test_iterate_does_not_depend_on_the_size_of_the_gradient(size):
     grad, p = randn(1, 20, 30), start(1, 20, 4)
     found, usable = bases.iterate(grad * size, p)

@@ -112,17 +112,42 @@ def test_coordinates():
     size = v + 2 * m.square().amax() * bias()[1] / bias()[0] ** 2
     assert ((found[1] - expected[1]).abs() <= 8 * E * size.amax()).all()
     assert torch.equal(found[0][2], m[2]) and torch.equal(found[1][2], v[2])
-    assert overlap(new, old).tolist() == pytest.approx([2 / 3, 0.0, 1.0])
+    low = torch.tensor([2.0, 1.0, 1.0])[None, :, None].expand(3, 3, 8)
+    assert overlap(new, old, low).tolist() == pytest.approx([2 / 6, 0.0, 1.0])
+    assert overlap(new, old, torch.ones(3, 3, 8)).tolist() == pytest.approx([2 / 3, 0.0, 1.0])
+
+
+def even(b: int, r: int) -> torch.Tensor:
+    """A projected gradient with as much energy in every direction as in any other."""
+    return torch.eye(r).expand(b, r, r)
 
 
 def test_overlap():
     p = basis(2, 50, 10)
-    assert overlap(p, p).tolist() == pytest.approx([1.0, 1.0], abs=100 * E)
+    assert overlap(p, p, randn(2, 10, 30)).tolist() == pytest.approx([1.0, 1.0], abs=100 * E)
     rotated = p @ torch.linalg.qr(randn(2, 10, 10, seed=3)).Q
-    assert overlap(rotated, p).tolist() == pytest.approx([1.0, 1.0], abs=200 * E)
+    assert overlap(rotated, p, randn(2, 10, 30)).tolist() == pytest.approx([1.0, 1.0], abs=200 * E)
     # of unrelated ones r / d in the mean; 50 pairs, each with a standard deviation of about sqrt(2) (1 - r / d) / d
-    many = overlap(basis(50, 50, 10, 8), basis(50, 50, 10, 9))
+    many = overlap(basis(50, 50, 10, 8), basis(50, 50, 10, 9), even(50, 10))
     assert many.mean().item() == pytest.approx(10 / 50, abs=5 * 2**0.5 * 0.8 / 50 / 50**0.5)
     # d - r dimensions are orthogonal to a subspace of r
     full = torch.linalg.qr(randn(1, 20, 20)).Q
-    assert overlap(full[:, :, :7], full[:, :, 7:14]).item() < 1e-10
+    assert overlap(full[:, :, :7], full[:, :, 7:14], even(1, 7)).item() < 1e-10
+
+
+def test_overlap_weighs_by_energy():
+    """The definition in double; of a gradient of rank 2 only its two directions count, whatever fills the rest."""
+    d, r, length = 30, 6, 40
+    new, old, grad = basis(2, d, r, 1), basis(2, d, r, 2), randn(2, d, length, seed=3)
+    low = (new.mT @ grad).double()
+    seen = old.double().mT @ (new.double() @ low)
+    expected = seen.square().sum(dim=(1, 2)) / low.square().sum(dim=(1, 2))
+    torch.testing.assert_close(overlap(new, old, low.float()).double(), expected, rtol=0, atol=4 * (d + length) * E)
+    axes = torch.eye(d)[None]
+    new, old = axes[:, :, :r], axes[:, :, [0, 1, *range(10, 10 + r - 2)]]
+    grad = torch.zeros(1, d, length)
+    grad[:, :2] = randn(1, 2, length)
+    assert overlap(new, old, new.mT @ grad).item() == pytest.approx(1.0, abs=100 * E)
+    for size in (1e-40, 1e-30, 1e19):
+        assert overlap(new, old, new.mT @ grad * size).item() == pytest.approx(1.0, abs=100 * E)
+    assert overlap(new, old, torch.zeros(1, r, length)).item() == 1.0
