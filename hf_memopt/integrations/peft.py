@@ -90,11 +90,11 @@ class LoraMemory:
     def __init__(self, model: nn.Module, config: LoraMemoryConfig) -> None:
         self.config = config
         self._model = model
-        self._layers: dict[str, nn.Module] = {}
+        self._layers: dict[str, tuple[nn.Module, Any]] = {}  # with the attribute that was changed
         self._adapters: list[AdapterRow] = []
         self._skipped: list[Skipped] = []
         self._int8: dict[str, nn.Module] = {}
-        self._watched: dict[int, tuple[nn.Module, list[Any]]] = {}
+        self._watched: dict[nn.Module, list[Any]] = {}
         self._configs: dict[str, Any] = {}
         parts = config.recompute_parts()
         self._recomputation = recompute(model, parts) if parts else None
@@ -121,11 +121,12 @@ class LoraMemory:
         self._configs = dict(getattr(self._model, "peft_config", None) or {})
 
     def _patch(self, name: str, layer: nn.Module, head: nn.Module | None) -> None:
-        self._layers[name] = layer
+        if name not in self._layers or self._layers[name][0] is not layer:
+            self._layers[name] = layer, layer.__dict__.get(_CAST)
         setattr(layer, _CAST, False)
         parent = _ancestor(self._model, name, 1)
-        if id(parent) not in self._watched:
-            self._watched[id(parent)] = parent, shared.watch(parent)
+        if parent not in self._watched:
+            self._watched[parent] = shared.watch(parent)
         base = layer.get_base_layer()
         if int8.patch(base):
             self._int8[f"{name}.base_layer"] = base
@@ -147,9 +148,13 @@ class LoraMemory:
         return rank if rank < layer.in_features else None
 
     def _unpatch(self, name: str, layer: nn.Module) -> None:
-        if self._layers.pop(name, None) is None:
+        if name not in self._layers:
             return
-        layer.__dict__.pop(_CAST, None)
+        _, before = self._layers.pop(name)
+        if before is None:
+            delattr(layer, _CAST)
+        else:
+            setattr(layer, _CAST, before)
         base = self._int8.pop(f"{name}.base_layer", None)
         if base is not None:
             int8.unpatch(base)
@@ -174,11 +179,11 @@ class LoraMemory:
     def restore(self) -> None:
         """Give every module its own class back. Call it between steps."""
         self._hook.remove()
-        for _, hooks in self._watched.values():
+        for hooks in self._watched.values():
             for hook in hooks:
                 hook.remove()
         self._watched.clear()
-        for name, layer in list(self._layers.items()):
+        for name, (layer, _) in list(self._layers.items()):
             self._unpatch(name, layer)
         self._adapters.clear()
         if self._recomputation is not None:

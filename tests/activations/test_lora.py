@@ -1,4 +1,4 @@
-"""The matrices of an adapter, their dropout, and frozen 8-bit layers: against plain layers and the formulas, no PEFT."""
+"""The matrices of an adapter, their dropout, frozen 8-bit layers: against plain layers and the formulas, no PEFT."""
 
 from __future__ import annotations
 
