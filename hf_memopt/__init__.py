@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .integrations.callbacks import MemoptCallback, MemoryReportCallback
     from .integrations.checkpoints import last_complete_checkpoint
     from .integrations.compact import CompActCallback
+    from .integrations.peft import LoraMemory, LoraMemoryCallback, compress_lora, prepare_for_kbit_training
     from .integrations.replace_galore import replace_builtin_galore
     from .integrations.trainer import optimizer_cls_and_kwargs
     from .optim import CompActAdamW, GaLoreAdamW, Taco, TacoAdamW, import_adamw_state
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         CompActTacoOptions,
         GaLoreOptions,
         GaLoreTacoOptions,
+        LoraMemoryConfig,
         TacoAdamWOptions,
         TacoOptions,
     )
@@ -48,6 +50,9 @@ _HOMES = {
     "GaLoreAdamW": ".optim",
     "GaLoreOptions": ".options",
     "GaLoreTacoOptions": ".options",
+    "LoraMemory": ".integrations.peft",
+    "LoraMemoryCallback": ".integrations.peft",
+    "LoraMemoryConfig": ".options",
     "MemoptCallback": ".integrations.callbacks",
     "MemoryReport": ".optim.report",
     "MemoryReportCallback": ".integrations.callbacks",
@@ -58,10 +63,12 @@ _HOMES = {
     "TacoOptions": ".options",
     "build_param_groups": ".param_groups",
     "compress_activations": ".activations.patch",
+    "compress_lora": ".integrations.peft",
     "import_adamw_state": ".optim",
     "last_complete_checkpoint": ".integrations.checkpoints",
     "optimizer_cls_and_kwargs": ".integrations.trainer",
     "parse_options": ".parsing",
+    "prepare_for_kbit_training": ".integrations.peft",
     "replace_builtin_galore": ".integrations.replace_galore",
 }
 
@@ -75,6 +82,9 @@ __all__ = [
     "GaLoreAdamW",
     "GaLoreOptions",
     "GaLoreTacoOptions",
+    "LoraMemory",
+    "LoraMemoryCallback",
+    "LoraMemoryConfig",
     "MemoptCallback",
     "MemoryReport",
     "MemoryReportCallback",
@@ -87,12 +97,14 @@ __all__ = [
     "__version__",
     "build_param_groups",
     "compress_activations",
+    "compress_lora",
     "get_optimizer",
     "import_adamw_state",
     "last_complete_checkpoint",
     "list_optimizers",
     "optimizer_cls_and_kwargs",
     "parse_options",
+    "prepare_for_kbit_training",
     "replace_builtin_galore",
 ]
 

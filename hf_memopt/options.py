@@ -196,6 +196,38 @@ class CompActConfig:
 
 
 @dataclass(frozen=True)
+class LoraMemoryConfig:
+    """Options of ``compress_lora``.
+
+    Args:
+        tier: ``exact`` changes no gradient but by rounding; ``compressed`` also keeps inputs of adapters compressed
+            where nothing else keeps them.
+        rank: With ``compressed``, dimensions that are kept of an adapter's inputs, or a fraction of them (0.25).
+        projection: Onto what they are projected; ``activations/projection.py``.
+        recompute: What is computed again in backward instead of kept: outputs of norms, products of gated MLPs.
+        seed: Mixed into the random subspaces and dropout masks, which are drawn with torch's global generator.
+    """
+
+    strategy: ClassVar[str] = "compress_lora"
+
+    tier: Literal["exact", "compressed"] = "exact"
+    rank: int | float = 0.25
+    projection: Literal["principal", "structured", "orthonormal", "gaussian"] = "principal"
+    recompute: Literal["norms,mlp", "norms", "mlp", "none"] = "norms,mlp"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checked(self, type(self))
+        whole = isinstance(self.rank, int)
+        require(self, "rank", self.rank >= 1 if whole else 0 < self.rank <= 1, "1 or more, or a fraction up to 1.0")
+        require(self, "seed", self.seed >= 0, "0 or more")
+
+    def recompute_parts(self) -> tuple[str, ...]:
+        """``recompute`` as words."""
+        return () if self.recompute == "none" else tuple(self.recompute.split(","))
+
+
+@dataclass(frozen=True)
 class CompActOptions(CommonOptions):
     """Options of ``optim="compact_adamw"``: the common ones and those of ``CompActConfig``, where ``rank`` must be
     given as a number."""

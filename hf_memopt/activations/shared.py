@@ -13,6 +13,7 @@ is ``torch.compiler.disable`` without importing the compiler.)
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,8 @@ from .basis import InputBasis
 class _Seen:
     x: Tensor
     version: int
-    basis: InputBasis
-    compressed: dict[tuple, Tensor] = field(default_factory=dict)
+    basis: InputBasis | None
+    made: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class _Scopes(threading.local):
@@ -66,7 +67,7 @@ def close() -> None:
 def first_reader(x: Tensor, basis: InputBasis) -> InputBasis:
     """The basis of the first layer that was given ``x`` in this scope, if it fits ``basis``; else ``basis`` itself."""
     seen = _seen(x, basis)
-    if seen is None or (seen.basis.features, seen.basis.rank) != (basis.features, basis.rank):
+    if seen is None or seen.basis is None or (seen.basis.features, seen.basis.rank) != (basis.features, basis.rank):
         return basis
     return seen.basis
 
@@ -76,17 +77,28 @@ def compress(x: Tensor, basis: InputBasis, dtype: torch.dtype) -> Tensor:
     """z = x P in ``dtype`` without gradient, once a scope."""
     seen = _seen(x, basis)
     key = (id(basis), basis.epoch, dtype)
-    if seen is not None and key in seen.compressed:
-        return seen.compressed[key]
+    if seen is not None and key in seen.made:
+        return seen.made[key]
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         basis.observe(x)
         z = basis.projection(x.device, dtype).project(x.detach().to(dtype))
     if seen is not None:
-        seen.compressed[key] = z
+        seen.made[key] = z
     return z
 
 
-def _seen(x: Tensor, basis: InputBasis) -> _Seen | None:
+@torch._disable_dynamo
+def once(x: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
+    """What ``make()`` gives, once a scope for each ``x`` and ``key``; at every call outside of a scope."""
+    seen = _seen(x, None)
+    if seen is None:
+        return make()
+    if key not in seen.made:
+        seen.made[key] = make()
+    return seen.made[key]
+
+
+def _seen(x: Tensor, basis: InputBasis | None) -> _Seen | None:
     if not _scopes.stack:
         return None
     scope = _scopes.stack[-1]

@@ -163,7 +163,7 @@ def _tried_mlp(module, found: list[Roles], body) -> tuple[Roles | None, str | No
         return None, "the widths of its layers are not those of gate, up and down"
     first = getattr(module, found[0].gate)
     weight = getattr(getattr(first, "base_layer", first), "weight", torch.empty(0))
-    x = _random((1, 3, first.in_features), weight)
+    x = _random((1, 3, first.in_features), weight).requires_grad_()
     try:
         expected = _both_modes(module, lambda: module.forward(x))
     except Exception as error:  # whatever a forward that was not made for this input may raise
@@ -179,19 +179,25 @@ def _tried_mlp(module, found: list[Roles], body) -> tuple[Roles | None, str | No
 
 
 def _both_modes(module: nn.Module, run: Callable[[], Tensor]) -> list[Tensor]:
-    """Results in eval and in train mode, without gradients, from fixed random numbers; all states are put back."""
-    flags = {m: m.training for m in module.modules()}
+    """Results in eval and in train mode, from fixed random numbers; all states are put back.
+
+    With a graph, so that quantised layers do not take it for inference: on CPUs, bitsandbytes packs 4-bit weights for
+    good when it sees an input that needs no gradient in evaluation, and cannot be trained through afterwards. Its
+    layers also remember the first input's dtype; hence all attributes are put back.
+    """
+    states = {m: dict(m.__dict__) for m in module.modules()}
     device = next(module.parameters()).device
     results = []
     try:
         for training in (False, True):
-            for m in flags:
+            for m in states:
                 m.training = training
-            with torch.no_grad(), torch.autocast(device.type, enabled=False), _fixed_random_numbers(device):
-                results.append(run())
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False), _fixed_random_numbers(device):
+                results.append(run().detach())
     finally:
-        for m, training in flags.items():
-            m.training = training
+        for m, state in states.items():
+            m.__dict__.clear()
+            m.__dict__.update(state)
     return results
 
 
