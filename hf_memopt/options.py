@@ -27,6 +27,7 @@ class CommonOptions:
         update_in_backward: Step each parameter as soon as its gradient is complete and free the gradient. Excludes
             gradient accumulation, clipping of the global norm, fp16 and several processes.
         clip_per_parameter: With ``update_in_backward``, the largest L2 norm of each parameter's gradient.
+        lora_memory: For a model with LoRA adapters, the tier of ``compress_lora`` with its defaults.
     """
 
     strategy: ClassVar[str] = ""
@@ -36,6 +37,7 @@ class CommonOptions:
     kernel: Literal["auto", "reference", "compiled", "triton", "inductor"] = "auto"
     update_in_backward: bool = False
     clip_per_parameter: float | None = None
+    lora_memory: Literal["none", "exact", "compressed"] = "none"
 
     def __post_init__(self) -> None:
         self._require("seed", self.seed >= 0, "0 or more")

@@ -32,6 +32,7 @@ import pickle
 from types import ModuleType
 from typing import Any
 
+from ..options import LoraMemoryConfig
 from ..parsing import parse_options
 from ..registry import get_optimizer, is_registered, list_optimizers
 from .checkpoints import remove_marker
@@ -74,6 +75,8 @@ def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[t
     options = _options(name, args)
     if options.update_in_backward:
         refuse_in_backward(f"optim={name!r}", args)
+    if options.lora_memory != "none":
+        _compress_adapters(name, model, options.lora_memory)
     return get_optimizer(name).load_builder()(
         model,
         options,
@@ -84,6 +87,18 @@ def optimizer_cls_and_kwargs(name: str, args: Any, model: Any = None) -> tuple[t
         no_decay=no_decay_names(model) if model is not None else (),
         target_modules=getattr(args, "optim_target_modules", None),
     )
+
+
+def _compress_adapters(name: str, model: Any, tier: str) -> None:
+    """What ``lora_memory=...`` in ``optim_args`` asks for."""
+    if model is None:
+        raise ValueError(f"{name}: lora_memory={tier} changes the model's adapters, so pass the model as well.")
+    try:
+        from .peft import compress_lora
+    except ImportError as error:
+        raise ImportError(f"{name}: lora_memory={tier} needs peft ({error}): pip install peft.") from error
+    handle = compress_lora(model, LoraMemoryConfig(tier=tier))
+    logger.info("%s", handle.report().table())
 
 
 def no_decay_names(model: Any) -> set[str]:

@@ -56,6 +56,15 @@ def test_with_an_optimizer_of_the_package_and_checkpointing(tmp_path):
     assert type(inner(t.optimizer)).__name__ == "TacoAdamW"
 
 
+def test_asked_for_in_optim_args(tmp_path):
+    t = make(tmp_path, max_steps=2, optim="taco_adamw", optim_args="lora_memory=compressed")
+    t.train()
+    assert sum(isinstance(m, LoraFactor) for m in t.model.modules()) == 28
+    plain = make(tmp_path, model=tiny_llama(), max_steps=2, optim="galore_taco_adamw", optim_args="lora_memory=exact")
+    with pytest.raises(ValueError, match="no adapters"):
+        plain.train()
+
+
 def test_refused_when_the_trainer_is_made(tmp_path):
     with pytest.raises(ValueError, match="no adapters"):
         make(tmp_path, [LoraMemoryCallback()], tiny_llama())
