@@ -21,7 +21,7 @@ from .registry import OptimizerSpec, list_optimizers
 
 INDENT = "    "
 HELD = "\u00a0"  # a space at which no line is broken
-MIN_COLUMNS = 70  # what the longest option needs
+MIN_COLUMNS = 76  # what the longest option needs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ def test_list(capsys, monkeypatch, columns):
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     for line in out.splitlines():
-        assert len(line) <= max(columns, 70), line
+        assert len(line) <= max(columns, 76), line
     text = " ".join(out.split())
     for spec in hf_memopt.list_optimizers():
         assert f"{spec.name} {spec.summary}" in text and spec.docs in text
