@@ -53,7 +53,8 @@ class InputBasis:
         """Add the energy of ``x`` (..., n), where that is wanted."""
         if self.collecting:
             # one feature after another, so that no copy of x in fp32 is made
-            norm = torch.linalg.vector_norm(x.reshape(-1, self.features), dim=0, dtype=torch.float32)
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(x.reshape(-1, self.features), dim=0, dtype=dtype).float()
             self.energy = norm.square() if self.energy is None else self.energy.add_(norm.square())
 
     def wants_energy(self) -> bool:

@@ -14,6 +14,7 @@ the next step.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from ..options import CompActConfig
 from . import shared
 from .basis import InputBasis
 from .folding import fold
-from .layers import CARRIER, unpatch
+from .layers import CARRIER, DROPPED, unpatch
 from .projection import Projection
 from .report import CompressionReport, LayerRow, Skipped
 
@@ -62,6 +63,7 @@ class Compression:
     ) -> None:
         self.config, self.layers, self.exact, self.skipped = config, layers, exact, skipped
         self.steps = 0
+        self._told = ""
         self.recomputation, self._hooks = recomputation, hooks
         self._model = model
         model.__dict__[OWNER] = self
@@ -85,6 +87,7 @@ class Compression:
         if not held:
             self._refuse_missing(optimizer, groups)
             return
+        _refuse_copies(optimizer)
         trainable = {name for name, layer in self.layers.items() if _carrier(layer).requires_grad}
         if trainable - held:
             raise RuntimeError(
@@ -99,11 +102,7 @@ class Compression:
             )
         shared.close()
         settled = sum(layer.settled for layer in self.layers.values())
-        if not settled and self.steps == 0:
-            logger.warning(
-                "No compressed layer has run in train() mode before this step, so their weights stay as they are: call "
-                "model.train() before training."
-            )
+        self._tell_idle(trainable)
         self.steps += 1
         made: dict[int, tuple[InputBasis, Projection]] = {}
         for name, layer in sorted(self.layers.items(), key=lambda item: id(item[1].basis)):
@@ -132,6 +131,29 @@ class Compression:
             step=self.steps,
         )
         torch.autograd.graph.increment_version(layer.weight)
+        layer.zero_at = carrier._version
+
+    def _tell_idle(self, trainable: set[str]) -> None:
+        """Warn of weights that this step leaves as they are: once in the first step, once if it becomes all of them."""
+        idle = sorted(name for name in trainable if not self.layers[name].ran)
+        if idle and len(idle) == len(trainable) and self._told != "all":
+            self._told = "all"
+            logger.warning(
+                "No compressed layer has run in train() mode before this step, so their weights stay as they are: call "
+                "model.train() before training."
+            )
+        elif idle and not self._told:
+            logger.warning(
+                "%d of %d compressed layers, such as %s, have not run in train() mode before the first step, so their "
+                "weights stay as they are until they do: call model.train(); and leave out, by the target modules, "
+                "layers whose weight the model's forward uses without calling them.",
+                len(idle),
+                len(trainable),
+                idle[0],
+            )
+        self._told = self._told or "first"
+        for layer in self.layers.values():
+            layer.ran = False
 
     def _due(self, steps: int) -> bool:
         """Whether the subspaces are refreshed after so many steps; by energy first after step 1, which saw some."""
@@ -185,6 +207,7 @@ class Compression:
         return {
             "steps": self.steps,
             "options": {key: getattr(self.config, key) for key in KEPT},
+            "ranks": {name: layer.basis.rank for name, layer in self.layers.items()},
             "shared": {name: layer.basis.name for name, layer in self.layers.items() if layer.settled},
             "epochs": {basis.name: basis.epoch for basis in self.bases()},
             "top": {basis.name: basis.top.to(torch.int32) for basis in self.bases() if basis.top is not None},
@@ -198,6 +221,12 @@ class Compression:
                 f"This checkpoint compresses the activations of {unknown[0]!r}, which this model does not: use the "
                 "model, rank and target modules of the run that wrote it."
             )
+        for name, rank in state["ranks"].items():
+            if name in self.layers and self.layers[name].basis.rank != rank:
+                raise ValueError(
+                    f"This checkpoint compresses the activations of {name!r} to rank {rank} and this model to "
+                    f"{self.layers[name].basis.rank}: use the rank of the run that wrote it."
+                )
         differing = {key: value for key, value in state["options"].items() if value != getattr(self.config, key)}
         if differing:
             logger.warning(
@@ -219,6 +248,8 @@ class Compression:
                 if owner in state["top"]:
                     bases[owner].top = state["top"][owner].to(layer.weight.device, torch.int64)
             layer.basis, layer.settled = bases[owner], name in state["shared"]
+            with torch.no_grad():
+                _carrier(layer).zero_()  # what an interrupted step may have left
         self._prepare()
 
     def resume(self, optimizer: torch.optim.Optimizer) -> None:
@@ -282,7 +313,37 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     return 1.0 - float(rate) * decay if decay else 1.0
 
 
+def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Optimizers that keep copies of the parameters would keep copies of zeros."""
+    switches = callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    if switches or "d0" in optimizer.param_groups[0]:
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} keeps copies of the parameters (schedule-free, Prodigy, D-Adaptation), which "
+            "carriers, zero after every step, make meaningless: choose another optimizer, or compress nothing with "
+            "rank=None."
+        )
+
+
+def _nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is the end of a step that was called by another step of ``optimizer``: torch calls its hooks for
+    each, where a class whose step calls that of its base inherits from one that has been made before."""
+    of_torch = register_optimizer_step_post_hook.__code__.co_filename
+    frame, calls = sys._getframe(1), 0
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == of_torch:
+            calls += frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return calls > 1
+
+
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    if any(DROPPED in p.__dict__ for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds carriers of a model that has been restored since, so it does not train "
+            "its weights: make a new optimizer from the model's parameters."
+        )
+    if not _alive or _nested(optimizer):
+        return
     if len(_alive) > 1 and len(found := compressions_of(optimizer)) > 1:
         raise RuntimeError(
             f"{type(optimizer).__name__} holds the carriers of {len(found)} compressed models: use one optimizer for "

@@ -7,8 +7,8 @@ The optimizer's decay of B is a decay of zero, so W's own is applied here, decou
 
 Weights in bf16 and fp16 are written back with stochastic rounding, as by the package's optimizers: most updates are
 smaller than half a unit in the last place. The random numbers are a hash of (seed, layer, step, element). The sum is
-formed in fp32, in pieces of ``PIECE`` elements (the product with a dense P is the carrier's dtype's, hence rounded to
-it); where P consists of coordinates and nothing decays, only their columns are touched.
+formed in fp32 (fp64 for such weights), in pieces of ``PIECE`` elements (the product with a dense P is the carrier's
+dtype's, hence rounded to it); where P consists of coordinates and nothing decays, only their columns are touched.
 """
 
 from __future__ import annotations
@@ -45,18 +45,21 @@ def fold(
     columns, cols = None, torch.arange(weight.shape[1], device=weight.device)
     if isinstance(projection, Coordinates) and decay == 1.0:
         columns = cols = projection.index
-    kept = torch.where(carrier.any(), decay, 1.0) if decay != 1.0 else None
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    kept = None
+    if decay != 1.0:
+        kept = torch.where(carrier.any(), torch.full((), decay, dtype=dtype, device=carrier.device), 1.0)
     rows = max(1, PIECE // max(1, cols.numel()))
     for begin in range(0, weight.shape[0], rows):
         part, piece = weight[begin : begin + rows], carrier[begin : begin + rows]
-        new = (part if columns is None else part.index_select(1, columns)).float()  # fp32 weights: themselves
+        new = (part if columns is None else part.index_select(1, columns)).to(dtype)  # fp32 weights: themselves
         if kept is not None:
             new.mul_(kept)
         if columns is None:
             projection.add_to(new, piece, scale)
         else:
-            new.add_(piece.float() * projection.weight, alpha=scale)
-        if weight.dtype != torch.float32:
+            new.add_(piece.to(dtype) * projection.weight, alpha=scale)
+        if weight.dtype != dtype:
             row = torch.arange(begin, begin + new.shape[0], device=weight.device)[:, None]
             new = round_stochastically(new, weight.dtype, hash_at(key, row, cols))
         if columns is None:

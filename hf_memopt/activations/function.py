@@ -4,9 +4,9 @@ r"""The linear layer that does not keep its input.
     compressed:  dB = dy^T z,   z = x P       the gradient of the carrier B (m x r), which is zero
     exact:       dW = dy^T x,   x remade      the gradient of the weight itself
 
-B stands for W in the optimizer: with y = x (W + B P^T)^T + b, B's gradient at B = 0 is dy^T x P. Its term of the
-forward vanishes and is not computed. So the compressed gradient is an ordinary gradient of an ordinary parameter,
-and clipping, GradScaler, DDP, accumulation and every optimizer see it.
+B stands for W in the optimizer, also where somebody has made all parameters trainable: with y = x (W + B P^T)^T + b,
+B's gradient at B = 0 is dy^T x P. Its term of the forward vanishes and is not computed. So the compressed gradient is
+an ordinary gradient of an ordinary parameter, and clipping, GradScaler, DDP, accumulation and every optimizer see it.
 
 Kept for backward: W, and either z or, where x can be remade from tensors that are kept anyway (``remade.py``), those.
 """
@@ -73,7 +73,7 @@ class LeanLinear(torch.autograd.Function):
             db = flat.sum(0)
         if needs_weight or needs_carrier:
             known = rest[0] if ctx.has_z else ctx.source.make(rest)
-            if needs_weight:
+            if not needs_carrier:
                 known = known.to(dy.dtype).reshape(-1, known.shape[-1])
                 dw = known.T @ flat if ctx.transposed else flat.T @ known
             else:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import shared
 from .basis import InputBasis
@@ -25,6 +26,8 @@ from .function import LeanLinear
 from .remade import kept, recipe_of
 
 CARRIER = "compact_carrier"
+DROPPED = "_memopt_dropped"
+"""Attribute of a carrier whose layer is a plain one again."""
 
 
 class LeanLayer:
@@ -34,6 +37,8 @@ class LeanLayer:
     transposed = False
     basis: InputBasis | None
     settled: bool
+    ran = False  # compressed, since the optimizer's last step
+    zero_at = -1  # the carrier's version at which it is known to be zero
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and torch.is_grad_enabled()):
@@ -48,6 +53,7 @@ class LeanLayer:
         return super().forward(x)
 
     def _compressed(self, x: Tensor, carrier: Tensor) -> Tensor:
+        _begin(self, carrier)
         if not self.settled:
             self.basis, self.settled = shared.first_reader(x, self.basis), True
         recipe = recipe_of(x)
@@ -133,11 +139,29 @@ def patch(layer: nn.Module, basis: InputBasis | None) -> None:
 
 def unpatch(layer: nn.Module) -> None:
     """Make it the plain layer again, with a trainable weight if it was compressed."""
-    if layer._parameters.pop(CARRIER, None) is not None:
+    carrier = layer._parameters.pop(CARRIER, None)
+    if carrier is not None:
+        carrier.__dict__[DROPPED] = True
         layer.weight.requires_grad_(True)
         layer.weight.grad = None
-    del layer.basis, layer.settled
+    for name in ("basis", "settled", "ran", "zero_at"):
+        layer.__dict__.pop(name, None)
     layer.__class__ = _plain_class(layer)
+
+
+@torch._disable_dynamo
+def _begin(layer: nn.Module, carrier: Tensor) -> None:
+    """Note that the layer runs. What its forward computes is right while the carrier is zero; whether it is, is looked
+    up only where something has written to it that is not the fold."""
+    layer.ran = True
+    if carrier._version != layer.zero_at and not (carrier.is_meta or isinstance(carrier, FakeTensor)):
+        if carrier.any():
+            raise RuntimeError(
+                "The carrier of a compressed layer is not zero in a forward: an optimizer that evaluates the model at "
+                "moved parameters (LBFGS, SAM) cannot train compressed activations, choose another one; and after a "
+                "step that was interrupted, load the last checkpoint and call compression.resume(optimizer)."
+            )
+        layer.zero_at = carrier._version
 
 
 def compressed_weights(model: nn.Module) -> set[int]:

@@ -109,8 +109,12 @@ def _choose(
                 reason = "embedding or output head"
             elif uses[id(layer.weight)] > 1:
                 reason = "weight shared by several modules"
+            elif "weight" not in layer._parameters:
+                reason = "its weight is computed from others"  # weight_norm, pruning
             elif not layer.weight.requires_grad:
                 reason = "frozen"
+            elif "forward" in layer.__dict__:
+                reason = "its forward has been replaced on the instance"  # which a changed class would not change
             elif any(hasattr(holder, "base_layer") for holder in _ancestors(model, name)):
                 reason = "part of an adapter"
             elif not re.search(r"(^|\.)\d+\.", name):

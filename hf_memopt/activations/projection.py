@@ -45,7 +45,7 @@ class Dense:
         return x @ self.matrix.to(x.dtype)
 
     def add_to(self, rows: Tensor, carrier: Tensor, scale: float) -> None:
-        """``rows`` (k, n) fp32 += scale ``carrier`` (k, r) P^T, in place."""
+        """``rows`` (k, n) fp32 or fp64 += scale ``carrier`` (k, r) P^T, in place."""
         product = carrier.to(self.matrix.dtype) @ self.matrix.T
         rows.add_(product.to(rows.dtype), alpha=scale)
 

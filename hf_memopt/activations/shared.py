@@ -1,10 +1,11 @@
 """Who reads the same tensor: found by watching, not by a list of model names.
 
 While the module that holds some compressed layers runs its forward (an attention, an MLP), the tensors that these
-layers are given are remembered, and z is made once for each. A scope opens when that forward begins and closes when
-it ends, also by an exception, so nothing outlives it, no number of a freed tensor is taken for a new one, and a module
-that calls itself has one scope a call. Nothing of it decides what autograd keeps: each layer saves z itself, and they
-are one storage. Recomputation under gradient checkpointing runs the same forward and finds the same.
+layers are given are remembered, and z is made once for each. A scope opens when that forward begins and closes when it
+ends, also by an exception, so nothing outlives it, and a module that calls itself has one scope a call. It holds the
+tensors weakly: an input that nobody else keeps is freed at once, and no number of a freed tensor is taken for a new
+one. Nothing of it decides what autograd keeps: each layer saves z itself, and they are one storage. Recomputation under
+gradient checkpointing runs the same forward and finds the same.
 
 torch.compile breaks its graphs here: a tensor's identity is not a thing that can be traced. (``torch._disable_dynamo``
 is ``torch.compiler.disable`` without importing the compiler.)
@@ -19,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from .basis import InputBasis
 
 
 @dataclass
 class _Seen:
-    x: Tensor
+    x: TensorWeakRef
     version: int
     basis: InputBasis | None
     made: dict[Hashable, Any] = field(default_factory=dict)
@@ -103,6 +105,6 @@ def _seen(x: Tensor, basis: InputBasis | None) -> _Seen | None:
         return None
     scope = _scopes.stack[-1]
     seen = scope.get(id(x))
-    if seen is None or seen.version != x._version:
-        seen = scope[id(x)] = _Seen(x, x._version, basis)
+    if seen is None or seen.x() is not x or seen.version != x._version:
+        seen = scope[id(x)] = _Seen(TensorWeakRef(x), x._version, basis)
     return seen

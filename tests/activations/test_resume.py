@@ -61,7 +61,7 @@ def test_the_state_is_small_plain_and_in_one_group():
     assert state["steps"] == 2 and state["options"]["projection"] == "principal"
     assert state["shared"]["model.layers.0.self_attn.v_proj"] == "model.layers.0.self_attn.q_proj"
     assert all(t.dtype == torch.int32 for t in state["top"].values()) and len(state["top"]) == 6
-    assert all(key in ("steps", "options", "shared", "epochs", "top") for key in state)
+    assert all(key in ("steps", "options", "ranks", "shared", "epochs", "top") for key in state)
 
 
 def test_who_forgets_to_resume_is_told():
