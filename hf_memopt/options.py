@@ -116,8 +116,8 @@ class GaLoreOptions(CommonOptions):
         stagger: Refresh one matrix after another instead of all on one step.
         adaptive: A matrix whose subspace has settled waits twice as long for its next refresh.
         projector: How a projector is stored.
-        matmul: In which precision gradients are projected and updates projected back. ``auto`` is bfloat16 for bf16
-            gradients, and for fp32 ones on CPUs with instructions for it; else float32.
+        matmul: In which precision gradients are projected and updates projected back. ``auto`` is bfloat16 on CPUs
+            that multiply it faster, and on a GPU for bf16 gradients; else float32.
     """
 
     strategy: ClassVar[str] = "memopt_galore_adamw"

@@ -209,6 +209,7 @@ def test_matmul_dtype():
     for grad in (fp32, bf16):
         assert projected.matmul_dtype("float32", grad) == torch.float32
         assert projected.matmul_dtype("bfloat16", grad) == torch.bfloat16
-    assert projected.matmul_dtype("auto", bf16) == torch.bfloat16
-    fast = projected._cpu_multiplies_bfloat16()
-    assert projected.matmul_dtype("auto", fp32) == (torch.bfloat16 if fast else torch.float32)
+    chosen = torch.bfloat16 if projected._cpu_multiplies_bfloat16() else torch.float32
+    assert projected.matmul_dtype("auto", fp32) == projected.matmul_dtype("auto", bf16) == chosen
+    assert projected.matmul_dtype("auto", bf16.to("meta")) == torch.bfloat16
+    assert projected.matmul_dtype("auto", fp32.to("meta")) == torch.float32
