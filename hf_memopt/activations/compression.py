@@ -172,7 +172,7 @@ class Compression:
         return due
 
     def _agree(self, trainable: set[str]) -> None:
-        """A layer that another process has met (an expert) and this one has not: its gradient is in the other's subspace.
+        """A layer that another process has met (an expert) and this one has not: its gradient is of that subspace.
 
         One exchange a step, until all layers have been met by somebody.
         """
