@@ -63,7 +63,7 @@ class Compression:
     ) -> None:
         self.config, self.layers, self.exact, self.skipped = config, layers, exact, skipped
         self.steps = 0
-        self._told = ""
+        self._told, self._agreed = "", False
         self.recomputation, self._hooks = recomputation, hooks
         self._model = model
         model.__dict__[OWNER] = self
@@ -101,6 +101,7 @@ class Compression:
                 "call compression.resume(optimizer) after optimizer.load_state_dict(...)."
             )
         shared.close()
+        self._agree(trainable)
         settled = sum(layer.settled for layer in self.layers.values())
         self._tell_idle(trainable)
         self.steps += 1
@@ -170,19 +171,38 @@ class Compression:
         self._prepare()
         return due
 
+    def _agree(self, trainable: set[str]) -> None:
+        """A layer that another process has met (an expert) and this one has not: its gradient is of that subspace.
+
+        One exchange a step, until all layers have been met by somebody.
+        """
+        if self._agreed or _processes() < 2:
+            return
+        met = {name: layer.basis.name for name, layer in self.layers.items() if layer.settled}
+        gathered: list[Any] = [None] * _processes()
+        torch.distributed.all_gather_object(gathered, met)
+        for theirs in gathered:
+            for name, owner in theirs.items():
+                if met.setdefault(name, owner) != owner:
+                    raise RuntimeError(
+                        f"One process sees {name} read the same tensor as {met[name]}, another as {owner}: leave it "
+                        "out by the target modules."
+                    )
+        own = {name: layer.basis for name, layer in self.layers.items() if met.get(name, name) == name}
+        for name, owner in met.items():
+            self.layers[name].basis, self.layers[name].settled = own[owner], True
+        self._agreed = trainable <= met.keys()
+
     def _sum_over_processes(self, bases: list[InputBasis]) -> None:
         """Each process has seen its own part of the batch, or nothing of a layer; all must choose the same
         coordinates."""
-        distributed = torch.distributed
-        if not bases or not (distributed.is_available() and distributed.is_initialized()):
-            return
-        if distributed.get_world_size() > 1:
+        if bases and _processes() > 1:
             device = next(iter(self.layers.values())).weight.device
             for basis in bases:
                 if basis.energy is None:
                     basis.energy = torch.zeros(basis.features, device=device)
             together = torch.cat([basis.energy.to(device) for basis in bases])
-            distributed.all_reduce(together)
+            torch.distributed.all_reduce(together)
             for basis, energy in zip(bases, together.split([b.features for b in bases]), strict=True):
                 basis.energy = energy.to(basis.energy.device)
 
@@ -259,6 +279,11 @@ class Compression:
         state = optimizer.param_groups[0].get(STATE_KEY)
         if state is not None:
             self.load_state_dict(state)
+        elif self.steps == 0 and any(optimizer.state.get(_carrier(layer)) for layer in self.layers.values()):
+            raise ValueError(
+                "The optimizer's state was written without compressed activations, so its moments are of weights and "
+                "not of carriers: begin with a new optimizer, and load the model's weights only."
+            )
 
     # -- what was done ----------------------------------------------------------------------------
 
@@ -296,6 +321,11 @@ def compressions_of(optimizer: torch.optim.Optimizer) -> list[Compression]:
 def compression_of(model: nn.Module) -> Compression | None:
     """The compression of ``model``, if it has one."""
     return next((m.__dict__[OWNER] for m in model.modules() if OWNER in m.__dict__), None)
+
+
+def _processes() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _carrier(layer: nn.Module) -> Tensor:

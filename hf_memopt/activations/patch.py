@@ -54,9 +54,15 @@ def compress_activations(
         A ``Compression``, with ``report()`` and ``restore()``.
 
     Raises:
+        TypeError: not a model, or not a ``CompActConfig``.
         ValueError: the model is compressed already, nothing would be compressed, or ``target_modules`` match no layer.
     """
-    config = config or CompActConfig()
+    config = CompActConfig() if config is None else config
+    if not isinstance(config, CompActConfig) or not isinstance(model, nn.Module):
+        raise TypeError(
+            "compress_activations takes a model and a CompActConfig(...), got "
+            f"{type(model).__name__} and {type(config).__name__}."
+        )
     if compression_of(model) is not None:
         raise ValueError("The activations of this model are compressed already: call .restore() on that first.")
     chosen, skipped = _choose(model, config, target_modules)

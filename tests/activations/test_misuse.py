@@ -274,3 +274,20 @@ def test_resuming_in_the_same_process_after_an_interrupted_step():
     optimizer.load_state_dict(saved[1])
     compression.resume(optimizer)
     assert [step(ours, optimizer) for _ in range(2)] == expected
+
+
+def test_a_state_from_before_the_compression_is_refused():
+    plain, ours, compression = blocks()
+    before = torch.optim.AdamW(plain.parameters())
+    step(plain, before)
+    optimizer = torch.optim.AdamW([p for p in ours.parameters() if p.requires_grad])
+    compression.resume(optimizer)  # empty as yet
+    optimizer.load_state_dict(before.state_dict())
+    with pytest.raises(ValueError, match="written without compressed activations.*begin with a new optimizer"):
+        compression.resume(optimizer)
+
+
+@pytest.mark.parametrize(("model", "config"), [(None, None), (nn.Linear(2, 2), {"rank": 0.5})], ids=str)
+def test_arguments_of_the_wrong_kind(model, config):
+    with pytest.raises(TypeError, match=r"takes a model and a CompActConfig"):
+        compress_activations(model, config)

@@ -22,14 +22,17 @@ STEPS = 24
 LOOP = """
 import os, sys
 import torch
-from hf_memopt import Taco, TacoAdamW, build_param_groups
+from hf_memopt import CompActAdamW, CompActConfig, Taco, TacoAdamW, build_param_groups, compress_activations
 
 output, dtype, optimizer_class, in_backward, steps = sys.argv[1:]
 torch.set_num_threads(1)
 torch.manual_seed(0)
 layers = torch.nn.Linear(600, 900), torch.nn.Tanh(), torch.nn.Linear(900, 600)
 model = torch.nn.Sequential(*layers).to(getattr(torch, dtype))
-cls = {"Taco": Taco, "TacoAdamW": TacoAdamW}[optimizer_class]
+cls = {"CompActAdamW": CompActAdamW, "Taco": Taco, "TacoAdamW": TacoAdamW}[optimizer_class]
+if cls is CompActAdamW:
+    model = torch.nn.Sequential(model)  # now a block
+    compress_activations(model, CompActConfig(rank=0.1, update_proj_gap=3))
 groups = build_param_groups(model, one_sparse=cls is Taco)
 optimizer = cls(groups, lr=1e-3, update_in_backward=in_backward == "True")
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, int(steps))
@@ -41,7 +44,7 @@ if os.path.exists(checkpoint):
     schedule.load_state_dict(saved["schedule"])
     begin = saved["step"]
 for step in range(begin, int(steps)):
-    x = torch.randn(8, 600, generator=torch.Generator().manual_seed(step)).to(model[0].weight.dtype)
+    x = torch.randn(8, 600, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
     (model(x) - x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -66,7 +69,13 @@ def checkpoint(folder: Path) -> dict:
 
 @pytest.mark.parametrize(
     "how",
-    [("float32", "TacoAdamW", "False"), ("bfloat16", "TacoAdamW", "True"), ("bfloat16", "Taco", "False")],
+    [
+        ("float32", "TacoAdamW", "False"),
+        ("bfloat16", "TacoAdamW", "True"),
+        ("bfloat16", "Taco", "False"),
+        ("bfloat16", "CompActAdamW", "False"),
+        ("float32", "CompActAdamW", "True"),
+    ],
     ids=" ".join,
 )
 def test_killed_at_any_moment(tmp_path, how):
