@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .integrations.callbacks import MemoptCallback, MemoryReportCallback
     from .integrations.checkpoints import last_complete_checkpoint
     from .integrations.compact import CompActCallback
-    from .integrations.peft import LoraMemory, LoraMemoryCallback, compress_lora, prepare_for_kbit_training
+    from .integrations.kbit import prepare_for_kbit_training
+    from .integrations.peft import LoraMemory, LoraMemoryCallback, compress_lora
     from .integrations.replace_galore import replace_builtin_galore
     from .integrations.trainer import optimizer_cls_and_kwargs
     from .optim import CompActAdamW, GaLoreAdamW, Taco, TacoAdamW, import_adamw_state
@@ -68,7 +69,7 @@ _HOMES = {
     "last_complete_checkpoint": ".integrations.checkpoints",
     "optimizer_cls_and_kwargs": ".integrations.trainer",
     "parse_options": ".parsing",
-    "prepare_for_kbit_training": ".integrations.peft",
+    "prepare_for_kbit_training": ".integrations.kbit",
     "replace_builtin_galore": ".integrations.replace_galore",
 }
 

@@ -303,6 +303,12 @@ def restore(model: nn.Module) -> list[str]:
     return names
 
 
+def restore_copies(original: nn.Module, copy: nn.Module) -> None:
+    """Undo ``recompute`` in a deep copy of ``original`` where it has been undone in that (PEFT's modules_to_save)."""
+    if not any(hasattr(type(module), _ORIGINAL) for module in original.modules()):
+        restore(copy)
+
+
 def _restore(name: str, module: nn.Module) -> None:
     cls = type(module)
     original = getattr(cls, _ORIGINAL, None)

@@ -101,7 +101,7 @@ def once(x: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def _seen(x: Tensor, basis: InputBasis | None) -> _Seen | None:
-    if not _scopes.stack:
+    if not _scopes.stack or x.is_inference():  # such a tensor has no version
         return None
     scope = _scopes.stack[-1]
     seen = scope.get(id(x))

@@ -5,23 +5,24 @@ of ``lora_A`` and ``lora_B``, of the adapters' dropout, of frozen 8-bit base lay
 names, ``state_dict``, saved adapters, merging and unloading stay PEFT's. The adapters' layers get PEFT's own attribute
 ``cast_input_dtype_enabled = False``, so that the adapters see the tensor that q, k and v share and not a cast copy.
 
-Adapters that are added, loaded or deleted later are found when the model next runs, by its ``peft_config``;
-``handle.refresh()`` does it at once. Left alone, with the reason in the report: layers with a variant of LoRA (DoRA,
+Adapters that are added, loaded or deleted later are found when the model next runs, in ``forward`` or in ``generate``;
+``handle.refresh()`` does it at once. Once the model is unloaded or merged, nothing stays changed after its next run.
+Left alone, with the reason in the report: layers with a variant of LoRA (DoRA,
 aLoRA, ...), adapters on embeddings, convolutions and ``nn.MultiheadAttention``, LoRA on parameters (experts in three
-dimensions), layers of quantisation backends other than bitsandbytes.
+dimensions), trained tokens of an embedding, layers of quantisation backends other than bitsandbytes.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft.tuners.lora import layer as plain
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
@@ -29,7 +30,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from ..activations import dropout, int8, lora, shared, structure
 from ..activations.patch import OUTPUT_PROJECTIONS, rank_of
-from ..activations.recompute import recompute
+from ..activations.recompute import recompute, restore_copies
 from ..activations.report import Skipped, _count
 from ..options import LoraMemoryConfig
 from .trainer import refuse_unsupported
@@ -99,7 +100,12 @@ class LoraMemory:
         parts = config.recompute_parts()
         self._recomputation = recompute(model, parts) if parts else None
         self.refresh()
-        self._hook = model.register_forward_pre_hook(self._before_forward)
+        self._hooks = [root.register_forward_pre_hook(self._before_forward, prepend=True) for root in _roots(model)]
+
+    @staticmethod
+    def of(model: nn.Module) -> LoraMemory | None:
+        """What ``compress_lora`` has returned for this model, if it is in force."""
+        return next((handle for handle in _handles(model) if handle._model is model), None)
 
     def refresh(self) -> None:
         """Find adapters that were added or deleted since."""
@@ -164,10 +170,22 @@ class LoraMemory:
             dropout.unpatch(module)
 
     @torch._disable_dynamo
-    def _before_forward(self, model: nn.Module, args: tuple) -> None:
-        now = getattr(model, "peft_config", None) or {}
-        if now.keys() != self._configs.keys() or any(now[key] is not self._configs[key] for key in now):
+    def _before_forward(self, root: nn.Module, args: tuple) -> None:
+        shared.close()
+        if self._retired():
+            return
+        now = getattr(self._model, "peft_config", None) or {}
+        same = now.keys() == self._configs.keys() and all(now[key] is self._configs[key] for key in now)
+        # an adapter may be deleted and added again with one config
+        if not same or any(type(a) is nn.Linear for layer, _ in self._layers.values() for a in layer.lora_A.values()):
             self.refresh()
+
+    def _retired(self) -> bool:
+        """Whether the adapters' layers have left the model (``unload``, ``merge_and_unload``); restores the rest."""
+        gone = any(self._model.get_submodule(name) is not layer for name, (layer, _) in [*self._layers.items()][:1])
+        if gone:
+            self.restore()
+        return gone
 
     def report(self) -> LoraMemoryReport:
         """Which adapters are changed and how, which modules are recomputed, what is left alone and why."""
@@ -178,16 +196,18 @@ class LoraMemory:
 
     def restore(self) -> None:
         """Give every module its own class back. Call it between steps."""
-        self._hook.remove()
-        for hooks in self._watched.values():
-            for hook in hooks:
-                hook.remove()
+        for hook in (*self._hooks, *(hook for hooks in self._watched.values() for hook in hooks)):
+            hook.remove()
         self._watched.clear()
         for name, (layer, _) in list(self._layers.items()):
             self._unpatch(name, layer)
         self._adapters.clear()
         if self._recomputation is not None:
             self._recomputation.restore()
+            for module in self._model.modules():
+                if isinstance(module, ModulesToSaveWrapper):
+                    for copy in module.modules_to_save.values():
+                        restore_copies(module.original_module, copy)
 
 
 def compress_lora(model: nn.Module, config: LoraMemoryConfig | None = None) -> LoraMemory:
@@ -206,11 +226,13 @@ def compress_lora(model: nn.Module, config: LoraMemoryConfig | None = None) -> L
             already.
     """
     config = config or LoraMemoryConfig()
+    for handle in (handle for root in _roots(model) for handle in _handles(root)):
+        handle._retired()
     found = list(_tuner_layers(model))
     if not found:
         raise ValueError("compress_lora: this model has no adapters; make it with peft.get_peft_model first.")
     for name, layer in found:
-        if not isinstance(layer, plain.LoraLayer):
+        if not isinstance(layer, (plain.LoraLayer, TrainableTokensLayer)):
             raise ValueError(
                 f"compress_lora: {name} is a {type(layer).__module__}.{type(layer).__name__}, not LoRA; only LoRA's "
                 "adapters are supported."
@@ -222,7 +244,10 @@ def compress_lora(model: nn.Module, config: LoraMemoryConfig | None = None) -> L
                     "velora_config out of its LoraConfig."
                 )
     if any(isinstance(module, lora.LoraFactor) for module in model.modules()):
-        raise ValueError("compress_lora: this model's adapters are changed already: call .restore() on that first.")
+        raise ValueError(
+            "compress_lora: this model's adapters are changed already: call .restore() on that first "
+            "(LoraMemory.of(model).restore())."
+        )
     reasons = [_why_not(layer) for _, layer in found]
     if all(reasons):
         raise ValueError(
@@ -253,61 +278,34 @@ class LoraMemoryCallback(TrainerCallback):
     def on_init_end(self, args, state, control, model=None, **kwargs):
         name = getattr(args.optim, "value", args.optim)
         refuse_unsupported(f"{name} with LoraMemoryCallback", args)
-        self.handle = compress_lora(model, self.config)
-        logger.info("%s", self.handle.report().table())
+        self.handle = in_force(model, self.config)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.handle = in_force(model, self.config)  # of another model, where model_init made one
 
 
-def prepare_for_kbit_training(
-    model: nn.Module,
-    use_gradient_checkpointing: bool = True,
-    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
-    *,
-    upcast: Literal["none", "norms", "all"] = "none",
-) -> nn.Module:
-    """``peft.prepare_model_for_kbit_training`` without its fp32 copies of norms, embeddings and head, in place.
-
-    In fp32 the embedding makes the whole residual stream fp32, which doubles what every block keeps. Also keeps
-    bitsandbytes from packing 4-bit weights for inference on CPUs: it does so at the first evaluation and gives wrong
-    gradients, without a word, when it is trained through afterwards.
-
-    Args:
-        model: a transformers model, quantised or not; all its parameters are frozen.
-        use_gradient_checkpointing: Turn checkpointing on. With ``use_reentrant=True`` in
-            ``gradient_checkpointing_kwargs``, or without that key, the embeddings' output also requires a gradient.
-        upcast: Which 16-bit parameters become fp32: none, those of norms, or as in PEFT all.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: ``upcast`` is something else, or the weights have been packed already.
-    """
-    if upcast not in ("none", "norms", "all"):
-        raise ValueError(f"prepare_for_kbit_training: upcast must be none, norms or all, got {upcast!r}.")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for name, module in model.named_modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-                raise ValueError(
-                    f"prepare_for_kbit_training: bitsandbytes has packed {name} for inference on this CPU, which "
-                    "cannot be trained through: load the model again and prepare it before its first evaluation."
-                )
-            module.support_avx512bf16_for_cpu = False
-        if upcast == "all" or (upcast == "norms" and structure.kind_of(module) == "norm"):
-            for parameter in module.parameters(recurse=False):
-                if parameter.dtype in (torch.float16, torch.bfloat16) and type(parameter).__name__ != "Params4bit":
-                    parameter.data = parameter.data.float()
-    if use_gradient_checkpointing:
-        kwargs = dict(gradient_checkpointing_kwargs or {})
-        if kwargs.get("use_reentrant", True):
-            model.enable_input_require_grads()
-        known = "gradient_checkpointing_kwargs" in inspect.signature(model.gradient_checkpointing_enable).parameters
-        model.gradient_checkpointing_enable(**({"gradient_checkpointing_kwargs": kwargs} if known else {}))
-    return model
+def in_force(model: nn.Module, config: LoraMemoryConfig) -> LoraMemory:
+    """``compress_lora(model, config)``, logged, or what it returned before for the same model and options."""
+    handle = LoraMemory.of(model)
+    if handle is None or handle.config != config:
+        handle = compress_lora(model, config)
+        logger.info("%s", handle.report().table())
+    return handle
 
 
 # -- what is where --------------------------------------------------------------------------------
+
+
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """Modules whose forward begins a run: the model, and the one inside, which ``generate`` calls but PEFT does not."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return [model] if inner is model else [model, inner]
+
+
+def _handles(root: nn.Module) -> list[LoraMemory]:
+    """Those that follow the runs of ``root``."""
+    owners = [getattr(hook, "__self__", None) for hook in root._forward_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, LoraMemory)]
 
 
 def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -322,6 +320,8 @@ def _variants(layer: nn.Module) -> dict[str, Any]:
 def _why_not(layer: nn.Module) -> str | None:
     """Why a layer with LoRA is left alone."""
     cls = type(layer)
+    if isinstance(layer, TrainableTokensLayer):
+        return "trained tokens of an embedding"
     if isinstance(layer, plain.ParamWrapper):
         return "LoRA on a parameter, which has no linear layer"
     if isinstance(layer, plain.Embedding):

@@ -94,11 +94,10 @@ def _compress_adapters(name: str, model: Any, tier: str) -> None:
     if model is None:
         raise ValueError(f"{name}: lora_memory={tier} changes the model's adapters, so pass the model as well.")
     try:
-        from .peft import compress_lora
+        from .peft import in_force
     except ImportError as error:
         raise ImportError(f"{name}: lora_memory={tier} needs peft ({error}): pip install peft.") from error
-    handle = compress_lora(model, LoraMemoryConfig(tier=tier))
-    logger.info("%s", handle.report().table())
+    in_force(model, LoraMemoryConfig(tier=tier))
 
 
 def no_decay_names(model: Any) -> set[str]:

@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
-from hf_memopt import LoraMemoryCallback, LoraMemoryConfig
+from hf_memopt import LoraMemory, LoraMemoryCallback, LoraMemoryConfig
 from hf_memopt.activations.lora import LoraFactor
 from tests.integration.adapters import adapted
 from tests.integration.tiny_llama import arguments, differences, inner, snapshot, texts, tiny_llama
@@ -63,6 +63,31 @@ def test_asked_for_in_optim_args(tmp_path):
     plain = make(tmp_path, model=tiny_llama(), max_steps=2, optim="galore_taco_adamw", optim_args="lora_memory=exact")
     with pytest.raises(ValueError, match="no adapters"):
         plain.train()
+
+
+@pytest.mark.parametrize("how", ["callback", "optim_args"])
+def test_a_second_trainer_for_one_model_keeps_what_the_first_did(how, tmp_path):
+    model = adapted()
+    if how == "callback":
+        runs = [make(tmp_path, [LoraMemoryCallback()], model, max_steps=1) for _ in range(2)]
+        other = LoraMemoryCallback(LoraMemoryConfig("compressed"))
+        with pytest.raises(ValueError, match="already.*LoraMemory.of"):
+            make(tmp_path, [other], model)
+    else:
+        asked = {"optim": "taco_adamw", "optim_args": "lora_memory=exact"}
+        runs = [make(tmp_path, [], model, max_steps=1, **asked) for _ in range(2)]
+    for t in runs:
+        t.train()
+    assert LoraMemory.of(model).config == LoraMemoryConfig()
+
+
+def test_the_callback_changes_what_model_init_made(tmp_path):
+    callback = LoraMemoryCallback()
+    values = arguments(tmp_path, optim="adamw_torch", weight_decay=0.0, max_steps=1)
+    t = Trainer(model_init=lambda: adapted(), args=values, train_dataset=texts(), callbacks=[callback])
+    t.train()
+    assert sum(isinstance(m, LoraFactor) for m in t.model.modules()) == 28
+    assert LoraMemory.of(t.model) is callback.handle
 
 
 def test_refused_when_the_trainer_is_made(tmp_path):
