@@ -71,7 +71,7 @@ def compress_activations(
         found = ", ".join(f"{count} x {reason}" for reason, count in why.items()) or "it has no linear layer"
         raise ValueError(
             f"No linear layer of this model would be compressed ({found}): choose another rank or target_modules, or "
-            "train with taco_adamw, which saves memory elsewhere; adapters of LoRA are not compressed by CompAct."
+            "train with taco_adamw, which saves memory elsewhere; adapters of LoRA have hf_memopt.compress_lora."
         )
     parts = config.recompute_parts()
     recomputation = recompute(model, parts) if parts else None

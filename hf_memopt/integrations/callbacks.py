@@ -2,7 +2,8 @@
 
 ``MemoptCallback`` is in every Trainer through ``transformers.trainer.DEFAULT_CALLBACKS``: ``optim="taco_adamw"`` alone
 says at the start what will be kept in memory, refuses what does not work, and makes checkpoints that
-``last_complete_checkpoint`` can trust. It acts only where one of the package's optimizers trains.
+``last_complete_checkpoint`` can trust. It acts only where one of the package's optimizers trains, or a model
+whose activations the package keeps small.
 
 ``MemoryReportCallback`` is asked for: ``report_to=["hf_memopt", "tensorboard"]``. The Trainer hands one dict of logs to
 its callbacks in turn: default callbacks, reporters in the order of ``report_to``, the user's callbacks, progress bar.
@@ -84,7 +85,8 @@ class MemoptCallback(TrainerCallback, ExportableState):
             logger.info("%s", ours.memory_report(model).table())
         self._first = state.global_step + 1
         self._args, self._state = args, state
-        self._marking = ours is not None and args.should_save and not state.is_hyper_param_search
+        concerned = ours is not None or compact.changed(model)
+        self._marking = concerned and args.should_save and not state.is_hyper_param_search
         if self._marking:
             set_aside_torn(args.output_dir, beyond=state.global_step)
 

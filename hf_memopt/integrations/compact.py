@@ -13,6 +13,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from ..activations.compression import compression_of
+from ..activations.lora import LoraFactor
 from ..activations.patch import compress_activations
 from ..options import CompActConfig
 from ..registry import get_optimizer, is_registered
@@ -74,6 +75,13 @@ def begin(model: Any, optimizer: Any, args: Any) -> None:
             "GPU with torchrun, or show it one with CUDA_VISIBLE_DEVICES."
         )
     compression.resume(optimizer)
+
+
+def changed(model: Any) -> bool:
+    """Whether the package keeps this model's activations small, whatever optimizer trains it."""
+    if model is None:
+        return False
+    return compression_of(model) is not None or any(isinstance(m, LoraFactor) for m in model.modules())
 
 
 def tell(model: Any) -> None:

@@ -97,7 +97,10 @@ def _compress_adapters(name: str, model: Any, tier: str) -> None:
         from .peft import in_force
     except ImportError as error:
         raise ImportError(f"{name}: lora_memory={tier} needs peft ({error}): pip install peft.") from error
-    in_force(model, LoraMemoryConfig(tier=tier))
+    try:
+        in_force(model, LoraMemoryConfig(tier=tier))
+    except ValueError as error:
+        raise ValueError(f"{name}: lora_memory={tier} is not possible. {error}") from None
 
 
 def no_decay_names(model: Any) -> set[str]:

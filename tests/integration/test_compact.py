@@ -11,7 +11,7 @@ from tiny_llama import arguments, differences, inner, snapshot, texts, tiny_llam
 from transformers import Trainer
 
 import hf_memopt
-from hf_memopt import CompActAdamW, CompActCallback, CompActConfig
+from hf_memopt import CompActAdamW, CompActCallback, CompActConfig, last_complete_checkpoint
 from hf_memopt.activations.compression import STATE_KEY, compression_of
 from hf_memopt.activations.layers import CARRIER, LeanLayer
 from hf_memopt.integrations.trainer import refuse_unsupported
@@ -284,6 +284,11 @@ def test_a_model_of_model_init(optim, make, tmp_path):
     t = Trainer(model_init=lambda: make(), args=args, train_dataset=texts())
     t.train()
     assert compression_of(t.model).steps == 2
+
+
+def test_checkpoints_of_another_optimizer_are_marked_too(tmp_path):
+    compact(tmp_path, "adamw_torch", max_steps=4, save_steps=2).train()
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
 
 
 def test_the_callback_cannot_compress_what_model_init_makes_later(tmp_path):
