@@ -11,6 +11,7 @@ The class is known by its name, so nothing is imported for it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .recompute import needs_grad
-
-_CLASSES: dict[type, type] = {}
 
 
 class _FrozenInt8(torch.autograd.Function):
@@ -49,17 +48,30 @@ class LeanInt8:
             return _FrozenInt8.apply(x, self, type(self).__mro__[2])
         return super().forward(x)
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        _, _, *rest = super().__reduce_ex__(protocol)
+        return _new, (type(self).__mro__[2],), *rest
+
 
 def patch(layer: nn.Module) -> bool:
     """Make a ``bitsandbytes.nn.Linear8bitLt`` a lean one; False for any other class."""
     cls = type(layer)
     if cls.__name__ != "Linear8bitLt" or not cls.__module__.startswith("bitsandbytes."):
         return False
-    if cls not in _CLASSES:
-        body = {"__module__": __name__, "__doc__": cls.__doc__}
-        _CLASSES[cls] = globals()["MemoptLinear8bitLt"] = type("MemoptLinear8bitLt", (LeanInt8, cls), body)
-    layer.__class__ = _CLASSES[cls]
+    layer.__class__ = _lean(cls)
     return True
+
+
+@functools.cache
+def _lean(original: type[nn.Module]) -> type[nn.Module]:
+    body = {"__module__": __name__, "__doc__": original.__doc__}
+    return type("MemoptLinear8bitLt", (LeanInt8, original), body)
+
+
+def _new(original: type[nn.Module]) -> nn.Module:
+    """For unpickling and copying."""
+    cls = _lean(original)
+    return cls.__new__(cls)
 
 
 def unpatch(layer: nn.Module) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from peft import PeftModel, prepare_model_for_kbit_training
@@ -91,6 +94,16 @@ def test_int8_layers_keep_nothing_and_come_back(path):
     assert sum(isinstance(m, LeanInt8) for m in ours.modules()) == len(handle.report().int8) == 14
     handle.restore()
     assert not any(isinstance(m, LeanInt8) for m in ours.modules())
+
+
+def test_a_pickled_int8_layer_loads_in_another_process(path, tmp_path):
+    ours = adapted(quantised(path, "int8"), upcast=False)
+    compress_lora(ours)
+    base = ours.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    torch.save(base, tmp_path / "layer.pt")
+    code = "import sys, torch; print([c.__name__ for c in type(torch.load(sys.argv[1], weights_only=False)).__mro__])"
+    command = [sys.executable, "-c", code, str(tmp_path / "layer.pt")]
+    assert "LeanInt8" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
