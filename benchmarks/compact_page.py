@@ -9,10 +9,11 @@ import statistics
 from typing import Any
 
 from benchmarks import compact_activations, compact_memory, compact_step
-from benchmarks.compact import BASELINE, FOLDER, MATRIX, QUALITY, TASKS, Run
+from benchmarks.compact import BASELINE, BETA1, FOLDER, MATRIX, QUALITY, TASKS, Run
 from benchmarks.compact_activations import PLAIN, PROJECTIONS, RANKS, WAYS, Way
 from benchmarks.compact_step import PLAIN_OURS, PLAIN_TORCH
 from benchmarks.demo import table
+from benchmarks.quality import strategy_name
 from benchmarks.tables import at_the_edge, baselines, best_rate, by_strategy, load, spread
 
 MISSING = "missing"
@@ -41,13 +42,14 @@ at the highest moment, and what it consists of. `_layerwise` updates in backward
 recomputation. `adamw_torch` keeps its moments in bf16, `compact_adamw` in fp32.
 """.strip()
 STEP_NOTE = """
-A whole training step: forward, backward, optimizer, folding (`benchmarks/compact_step.py`). Medians; ratios round by
-round. The machine is shared and noisy: the range of a row says how much.
+A whole training step: forward, backward, optimizer, folding (`benchmarks/compact_step.py`). Medians of seconds of the
+process on its core; `passed` is what a clock on the wall saw. Ratios are taken round by round; a row's range says how
+noisy it is.
 """.strip()
 QUALITY_NOTE = """
 Every strategy at the best of its rates (seed 0 decides), mean and spread (largest minus smallest) of its seeds there; a
 difference below the spread is none. `gap` is to the best AdamW (beta1 0.9 or 0.8) on the same batches, `perplexity` is
-exp(gap), the ratio of perplexities; `gap, same beta1` is to AdamW with the beta1 of these runs, 0.9.
+exp(gap), the ratio of perplexities; `gap, same beta1` is to AdamW with the beta1 of ours.
 """.strip()
 PAPER_NOTE = """
 Perplexity over that of full-rank training in the same setting. The paper (arXiv 2410.15352) trains on C4 with its
@@ -56,6 +58,7 @@ the gaps with care. AdamW is the best one, as above. CompAct is not free: at 1B 
 than full rank at n/2 and {eighth:.0f} % worse at n/8.
 """.strip()
 
+SAME = strategy_name(BASELINE, "float32", BETA1, "", 0)
 QUALITY_HEADS = (
     "best rate",
     "seeds",
@@ -75,23 +78,20 @@ def cell(value: float | None, form: str) -> str:
     return MISSING if value is None else format(value, form)
 
 
-def activation_rows(found: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
+def activation_rows(records: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
     """A row a way; projections with the same bytes share one."""
     rows: dict[tuple[str, ...], list[Way]] = {}
+    plain = records.get(PLAIN.name)
     for way in WAYS:
-        cells = []
-        for records in found.values():
-            plain, this = records.get(PLAIN.name), records.get(way.name)
-            for part in ("block", "model"):
-                if this is None:
-                    cells += [MISSING, MISSING]
-                    continue
-                nbytes = this[f"{part}_bytes"]
-                of = None if plain is None else 100 * nbytes / plain[f"{part}_bytes"]
-                cells += [f"{nbytes / 2**20:,.2f}", cell(of, ".1f")]
-        kind = (str(way.rank), str(way.recompute), str(way.checkpointing))
-        rows.setdefault((*kind, *cells), []).append(way)
-    heads = [f"{name}, {h}" for name in found for h in ("block, MiB", "% of plain", "model, MiB", "% of plain ")]
+        this, cells = records.get(way.name), []
+        for part in ("block", "model"):
+            key = f"{part}_bytes"
+            cells.append(cell(this and this[key] / 2**20, ",.2f"))
+            cells.append(cell(this and plain and 100 * this[key] / plain[key], ".2f"))
+        by_token = this and this["block_bytes"] / this["tokens"]
+        kind = str(way.rank), str(way.recompute), str(way.checkpointing)
+        rows.setdefault((*kind, cell(by_token, ",.0f"), *cells), []).append(way)
+    heads = ("block, bytes a token", "block, MiB", "% of plain", "model, MiB", "% of plain ")
     return [
         {"way": described(ways), **dict(zip(heads, cells, strict=True))} for (_, _, _, *cells), ways in rows.items()
     ]
@@ -163,7 +163,7 @@ def quality_rows(task: str, strategies: dict[str, dict[float, list[dict[str, Any
                 "after, mean": f"{statistics.mean(after):.4f}",
                 "spread": spread(after),
                 "gap": cell(difference, "+.4f"),
-                "gap, same beta1": cell(gap(strategy, strategies, BASELINE), "+.4f"),
+                "gap, same beta1": cell(gap(strategy, strategies, SAME), "+.4f"),
                 "perplexity": "" if task not in LANGUAGE else cell(ratio(difference), ".3f"),
                 "accuracy": f"{100 * statistics.mean(accuracies):.1f} %" if accuracies else "",
                 "activations": f"{max(held) / 1e6:,.1f} MB" if held else MISSING,
@@ -228,8 +228,8 @@ def plot(found: dict[str, Any], steps: list[dict[str, Any]], strategies: dict[st
             right.plot(*zip(*points, strict=True), marker=marker, label=f"ours, {projection}")
     for i, size in enumerate(SIZES):
         values = [PAPER[rank][i] / PAPER[None][i] for rank in RANKS]
-        right.plot(RANKS, values, color="#aaaaaa", ls=":", marker="x", label=f"paper, {size}")
-        right.annotate(size, (RANKS[-1], values[-1]), xytext=(-30, 0), textcoords="offset points", fontsize=8)
+        right.plot(RANKS, values, color="#aaaaaa", ls=":", marker="x", label=None if i else "paper, gaussian")
+        right.annotate(size, (RANKS[-1], values[-1]), xytext=(4, 6), textcoords="offset points", fontsize=8)
     right.set(xscale="log", xlabel="rank", ylabel="perplexity, full rank = 1")
     right.set_xticks(RANKS, [f"n/{1 / rank:g}" for rank in RANKS])
     right.minorticks_off()
@@ -251,7 +251,8 @@ def page(folder: pathlib.Path = FOLDER, quality: pathlib.Path = QUALITY) -> str:
     lines = ["# CompAct", "", NOTE, "", "![activation bytes, seconds and loss](compact.png)", ""]
     lines += ["## Activation bytes", "", ACTIVATIONS_NOTE, ""]
     absent = [name for name in compact_activations.MODELS if name not in found]
-    lines += [table(activation_rows(found)), ""] if found else []
+    for name, records in found.items():
+        lines += [f"### {name}", "", table(activation_rows(records)), ""]
     lines += [f"Missing: {', '.join(absent)}.", ""] if absent else []
     lines += ["## Peak memory at 7B", "", MEMORY_NOTE, ""]
     lines += [table(memory_rows(memory)) if memory else "Missing.", ""]

@@ -11,11 +11,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from .parsing import describe_options
 from .registry import OptimizerSpec, list_optimizers
+
+INDENT = "    "
+HELD = "\u00a0"  # a space at which no line is broken
+MIN_COLUMNS = 70  # what the longest option needs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,20 +60,37 @@ def quiet_when_nobody_reads(program: str) -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def table() -> str:
-    """The optimizers as text: name and summary, below it options, source and documentation."""
-    specs = list_optimizers()
-    width = max((len(spec.name) for spec in specs), default=0)
+def table(columns: int | None = None) -> str:
+    """The optimizers as text: name and summary, below it options, source and documentation.
+
+    Lines are at most ``columns`` wide, by default the terminal's width (80 where there is none) but at least
+    ``MIN_COLUMNS``; an option stands on one line.
+    """
+    columns = max(MIN_COLUMNS, columns or shutil.get_terminal_size().columns)
     lines = []
-    for spec in specs:
-        lines.append(f"{spec.name.ljust(width)}  {spec.summary}")
+    for spec in list_optimizers():
+        lines += _wrapped(f"{spec.name}  {spec.summary}", columns, "", INDENT)
+        options = describe_options(spec.options).removeprefix("the options are ")
         details = {
-            "optim_args": describe_options(spec.options).removeprefix("the options are "),
+            "optim_args": ", ".join(option.replace(" ", HELD) for option in options.split(", ")),
             "source": spec.paper,
             "docs": spec.docs,
         }
-        lines += [f"{'':{width}}  {label}: {text}" for label, text in details.items()]
+        for label, text in details.items():
+            lines += _wrapped(f"{label}: {text}", columns, INDENT, 2 * INDENT)
     return "\n".join(lines)
+
+
+def _wrapped(text: str, columns: int, first: str, others: str) -> list[str]:
+    lines = textwrap.wrap(
+        text,
+        columns,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(HELD, " ") for line in lines]
 
 
 def to_json() -> str:

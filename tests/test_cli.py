@@ -13,12 +13,20 @@ import hf_memopt
 from hf_memopt.cli import main
 
 
-def test_list(capsys):
+@pytest.mark.parametrize("columns", [20, 80, 200])
+def test_list(capsys, monkeypatch, columns):
+    """Everything is there, and no line is wider than the terminal, down to what an option needs."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["list"]) == 0
     out = capsys.readouterr().out
+    for line in out.splitlines():
+        assert len(line) <= max(columns, 70), line
+    text = " ".join(out.split())
     for spec in hf_memopt.list_optimizers():
-        assert spec.name in out and spec.summary in out and spec.docs in out
-    assert "seed: int = 0, stochastic_rounding: true|false = true" in out
+        assert f"{spec.name} {spec.summary}" in text and spec.docs in text
+        assert f"\n{spec.name}  " in f"\n{out}", "a name begins its line"
+    assert "kernel: auto|reference|compiled|triton|inductor = auto," in out, "an option stays on one line"
+    assert "seed: int = 0, stochastic_rounding: true|false = true" in text
 
 
 def test_list_json(capsys):

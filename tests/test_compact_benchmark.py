@@ -192,12 +192,15 @@ def test_the_page_names_what_is_missing_and_compares_by_perplexity(tmp_path):
     assert empty.count("\nMissing.\n") == 2
     folder, quality = tmp_path / "compact", tmp_path / "quality"
     for seed in (0, 1):
-        record(quality, "adamw_torch", 4.25, seed)
-        record(folder, "compact_adamw-rank=0.5-projection=principal", 4.25 + 0.0953, seed, activation_bytes=2_000_000)
+        record(quality, "adamw_torch-beta1=0.8", 4.25, seed)
+        record(quality, "adamw_torch", 4.5, seed)
+        ours = "compact_adamw-beta1=0.8-rank=0.5-projection=principal"
+        record(folder, ours, 4.25 + 0.0953, seed, activation_bytes=2_000_000)
     text = page(folder, quality)
-    ours = [cell.strip() for cell in cells(text, "compact_adamw-rank=0.5-projection=principal")]
+    ours = [cell.strip() for cell in cells(text, "compact_adamw-beta1=0.8-rank=0.5-projection=principal")]
     assert ours[2:8] == ["2", "4.3453", "0.0000", "+0.0953", "1.100", "+0.0953"] and "2.0 MB" in ours
-    assert [cell.strip() for cell in cells(text, "compact_adamw-rank=0.25-projection=principal")][1] == "missing"
+    other = [cell.strip() for cell in cells(text, "compact_adamw-beta1=0.8-rank=0.25-projection=principal")]
+    assert other[1] == "missing"
     half = [cell.strip() for cell in cells(text, "n/2")]
     assert half[1] == "1.100" and half[2] == "missing" and half[-1] == "1.118 (17.40 / 15.56)"
     assert (folder / "compact.png").read_bytes().startswith(b"\x89PNG")

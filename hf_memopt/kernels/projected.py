@@ -34,10 +34,10 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..projections.geometry import Subspace
 from .scalars import GOLDEN, MAX_GRADIENT, StepScalars, mix32
+from .sums import on_cpu, sums_of_squares
 
 LIMIT = 1.01
 FLOOR = 0.1
@@ -131,14 +131,16 @@ def project_back_(
     Args:
         weight, grad: the parameter (m, n) or (b, m, n) and its gradient.
         basis: as for ``project``.
-        low_grad, minus_u: (b, r, L) fp32, R and -U.
+        low_grad, minus_u: (b, r, L) fp32, R and -U; both are worked in and lost.
         applied: as ``direction`` gave it; where it is a tensor that is False, nothing changes.
         backend: kernels that write 16-bit weights.
     """
-    inside, outside = minus_u * -rule.scale, None
+    outside = None
     if rule.residual == "fira":
         outside = _fira(space.view(grad), low_grad, minus_u, norm, applied, s, rule)
-        inside -= _where(applied, low_grad * outside[:, None])
+    inside = minus_u.mul_(-rule.scale)
+    if outside is not None:
+        inside -= _where(applied, low_grad.mul_(outside[:, None]))
     stack, gradients = (t if t.dim() == 3 else t[None] for t in (weight, grad))
     for matrix, w in enumerate(stack):
         back = _Product(basis[matrix], inside[matrix], space)
@@ -244,31 +246,15 @@ def _fira(
 ) -> Tensor:
     """The residual's factors scale residual_scale phi / limit, (b, L), of ``grad`` (b, d, L); ``norm`` becomes that of
     the limited residual."""
-    low_norm = _column_norms(low_grad)
-    phi = _column_norms(minus_u) / (low_norm + TINY)
-    squares = torch.zeros_like(low_norm)
-    width = max(1, strip_elements(grad) // grad.shape[1])
-    for matrix, g in enumerate(grad):
-        for begin in range(0, g.shape[1], width):
-            part = slice(begin, begin + width)
-            squares[matrix, part] = g[:, part].float().square().sum(dim=0, dtype=torch.float64)
-    outside = (squares - low_norm.square()).clamp_(min=0.0)
+    low_squares, u_squares, squares = (sums_of_squares(x, dim=1) for x in (low_grad, minus_u, grad))
+    phi = u_squares.sqrt() / (low_squares.sqrt() + TINY)
+    outside = (squares - low_squares).clamp_(min=0.0)
     e = (outside * phi.square()).sum(dim=1).sqrt()
-    before = torch.where(norm > 0, torch.maximum(norm, FLOOR * minus_u.norm(dim=(1, 2))), e)
+    before = torch.where(norm > 0, torch.maximum(norm, FLOOR * u_squares.sum(dim=1).sqrt()), e)
     limit = (e / (before + TINY)).clamp(min=LIMIT) / LIMIT
     norm.copy_(_where(applied, (e / limit).float(), norm))
     sign = -1.0 if s.maximize else 1.0
     return _where(applied, (phi * (sign * rule.scale * rule.residual_scale) / limit[:, None]).float())
-
-
-def _column_norms(low: Tensor) -> Tensor:
-    """(b, L) of ``low`` (b, r, L), in double: sums of squares overflow before the gradient does. In strips of rows: on
-    a CPU a reduction over r alone takes ten times as long."""
-    b, _, length = low.shape
-    squares = torch.zeros(b, length, device=low.device, dtype=torch.float64)
-    for part in low.split(max(1, strip_elements(low) // (b * length)), dim=1):
-        squares += part.square().sum(dim=1, dtype=torch.float64)
-    return squares.sqrt_()
 
 
 def _where(applied: bool | Tensor, value: Tensor, otherwise: Tensor | float = 0.0) -> Tensor:
@@ -280,7 +266,7 @@ def matmul_dtype(choice: str, grad: Tensor) -> torch.dtype:
     """The dtype of the two products for a gradient; ``choice`` is ``GaLoreOptions.matmul``."""
     if choice != "auto":
         return getattr(torch, choice)
-    fast = _on_cpu(grad) and grad.dtype == torch.float32 and _cpu_multiplies_bfloat16()
+    fast = on_cpu(grad) and grad.dtype == torch.float32 and _cpu_multiplies_bfloat16()
     return torch.bfloat16 if fast or grad.dtype == torch.bfloat16 else torch.float32
 
 
@@ -293,12 +279,7 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 def strip_elements(like: Tensor) -> int:
     """How many elements are worked on at once: what fits into a CPU's cache, on a GPU what keeps it busy."""
-    return 1 << 19 if _on_cpu(like) else 1 << 22
-
-
-def _on_cpu(t: Tensor) -> bool:
-    # a simulation counts what a GPU would do
-    return t.device.type == "cpu" and not isinstance(t, FakeTensor)
+    return 1 << 19 if on_cpu(like) else 1 << 22
 
 
 def _strips(w: Tensor) -> Iterator[slice]:

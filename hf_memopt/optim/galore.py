@@ -303,11 +303,12 @@ class GaLoreAdamW(TacoAdamW):
         low_grad: Tensor,
     ) -> None:
         """Take over the subspace that ``_find`` gave, let the moments follow, and say when the next one is due."""
-        old, new = (self._basis(group, p, one, space, codecs, torch.float32) for one in (state, now))
+        where = group, p, space, codecs
+        settled = group["adaptive"] and group["refresh"] != "random"
+        if settled:
+            settled = bases.truth((overlap(*self._both(*where, now, state), low_grad) >= SETTLED).all())
         if step > 1 and group["transport"] == "moments":
-            self._transport(group, p, state, space, codecs, new, old, fresh, step)
-        watched = group["adaptive"] and group["refresh"] != "random"
-        settled = watched and bases.truth((overlap(new, old, low_grad) >= SETTLED).all())
+            self._transport(*where, state, now, fresh, step)
         state["refreshes"] = now["refreshes"]
         if group["refresh"] in FIND:
             buffers = parts(codecs["projector"], "projector", now, p.shape)
@@ -316,29 +317,38 @@ class GaLoreAdamW(TacoAdamW):
         if settled:
             state["refresh_at"] += group["update_proj_gap"]
 
+    def _both(
+        self, group: dict, p: Tensor, space: Subspace, codecs: dict[str, Codec], now: dict, state: dict
+    ) -> tuple[Tensor, Tensor]:
+        """The new basis and the old one, fp32 or coordinates."""
+        new, old = (self._basis(group, p, one, space, codecs, torch.float32) for one in (now, state))
+        return new, old
+
     def _transport(
         self,
         group: dict,
         p: Tensor,
-        state: dict,
         space: Subspace,
         codecs: dict[str, Codec],
-        new: Tensor,
-        old: Tensor,
+        state: dict,
+        now: dict,
         usable: Tensor,
         step: int,
     ) -> None:
-        """Let the moments follow from the basis ``old`` to ``new``, for the matrices whose basis is usable."""
+        """Let the moments follow into the new basis, for the matrices whose basis is usable."""
         moments = []
         for name in ("exp_avg", "exp_avg_sq"):
             found = codecs[name].decode(parts(codecs[name], name, state, space.low_rank_shape))
             moments.append(found.view(space.matrices, space.rank, space.length))
+        new, old = self._both(group, p, space, codecs, now, state)
         if new.is_floating_point():
-            bias = [bias_correction(beta, step - 1) for beta in group["betas"]]
-            moved = transport(*moments, change_of_basis(new, old), *bias)
+            change = change_of_basis(new, old)
+            del new, old
+            moved = transport(*moments, change, *(bias_correction(beta, step - 1) for beta in group["betas"]))
+            for new_one, old_one in zip(moved, moments, strict=True):
+                torch.where(usable[:, None, None], new_one, old_one, out=new_one)
         else:
-            moved = transport_coordinates(*moments, new, old)
-        moved = [torch.where(usable[:, None, None], *both) for both in zip(moved, moments, strict=True)]
+            moved = transport_coordinates(*moments, new, old)  # a matrix that keeps its coordinates keeps its moments
         m, v = (moment.reshape(space.low_rank_shape) for moment in moved)
         write("exp_avg", state, codecs["exp_avg"].encode(m))
         more = ()

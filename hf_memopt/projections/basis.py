@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..kernels.reference import hash_at
+from ..kernels.sums import sums_of_squares
 
-PIECE = 1 << 22  # elements of a gradient worked on at once
+PIECE = 1 << 20  # elements of a gradient worked on at once
 
 
 def iterate(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,9 +65,7 @@ def singular(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 def select(grad: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers, rising, of those of the d coordinates of each matrix of ``grad`` (b, d, L) that have the most energy, as
     many as ``basis`` (b, r) has."""
-    energy = torch.zeros(grad.shape[:2], device=grad.device, dtype=torch.float64)
-    for matrix, part in pieces(grad):
-        energy[matrix] += grad[matrix, :, part].float().square().sum(dim=1, dtype=torch.float64)
+    energy = sums_of_squares(grad, dim=2)
     best = energy.topk(basis.shape[1], dim=1).indices.sort(dim=1).values
     usable = energy.isfinite().all(dim=1) & (energy > 0).any(dim=1)
     return torch.where(usable[:, None], best, basis), usable

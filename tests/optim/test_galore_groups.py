@@ -280,6 +280,27 @@ def test_no_temporary_of_the_parameters_size(dtype, refresh, residual, monkeypat
     assert allowed < d * length * p.element_size(), "a copy of the parameter must not pass unseen"
 
 
+@pytest.mark.parametrize("refresh", ["subspace", "select", "random"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2048, 2048), (4096, 1024)], ids=str)
+def test_temporaries_of_a_refresh(shape, dtype, refresh):
+    """With strips as they are, at a quarter of the rank: R, both moments on their way and one copy beside them, a basis
+    in fp32, and four strips. (``svd`` needs what LAPACK needs.)"""
+    require_kernel("compiled")
+    p = parameter(*shape, dtype=dtype)
+    group = {"params": [p], "rank": 0.25, "update_proj_gap": 1}
+    optimizer = GaLoreAdamW([group], refresh=refresh, residual="fira", kernel="compiled")
+    p.grad = randn(*shape, dtype=dtype)
+    for _ in range(2):
+        optimizer.step()
+    with LiveStorages() as live:
+        optimizer.step()
+    assert optimizer.state[p]["refreshes"] == 3
+    d, length = min(shape), max(shape)
+    allowed = 4 * (4 * (d // 4) * length + d * (d // 4) + 4 * (1 << 19))
+    assert live.peak <= allowed, f"{live.peak / 2**20:.1f} of {allowed / 2**20:.1f} MB"
+
+
 class TestWhatIsProjected:
     @staticmethod
     def model():
