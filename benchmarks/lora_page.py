@@ -32,7 +32,9 @@ ACTIVATIONS_NOTE = """
 What forward leaves behind for backward, bf16, one sequence of 512 tokens, sdpa attention, real tensors;
 `benchmarks/lora_activations.py` says what is counted. `% of default` and `% of bf16` are what remains of PEFT's default
 and of PEFT with bf16 adapters for the same kind of base and dropout. The model's bytes hold the head's logits and loss
-too; its peak is of forward and backward, with weights and gradients.
+too; its peak is of forward and backward, with weights and gradients. On CPUs torch's dropout keeps its mask in the
+input's dtype, on GPUs in one byte an element: PEFT's rows with dropout would be smaller there, by 3 (fp32 adapters) or
+1 (bf16) bytes for each of the 6 H + I features that adapters read in a block; this package keeps no mask.
 """.strip()
 STEP_NOTE = """
 Forward, backward and AdamW on 2 x 256 tokens, LoRA, 6 blocks of SmolLM2-135M's widths (`benchmarks/lora_step.py`).
