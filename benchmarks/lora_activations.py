@@ -1,8 +1,9 @@
 """Bytes that forward keeps for backward with adapters, for `benchmarks/lora.py --activations`.
 
 Two models in bf16, sdpa attention without a mask, adapters of rank 16 on all linear layers (`lora_ways.py`), one
-sequence of 512 tokens, real tensors: SmolLM2-135M as it is, a block and the whole model with the loss that
-transformers computes; and one block in the shapes of Llama-3-8B. Counted is what forward leaves behind
+sequence of 512 tokens: SmolLM2-135M as it is, a block and the whole model with the loss that transformers computes; and
+one block in the shapes of Llama-3-8B, on tensors without storage but where PEFT or bitsandbytes look at values (VeLoRA,
+4-bit weights), which the tests hold against real ones. Counted is what forward leaves behind
 (`held_bytes.py`), distinct storages without weights, scales of quantised weights and the rotary embedding, which all
 blocks share; for a block from its input, which has a graph as that of a later block has, to its output.
 
@@ -15,6 +16,7 @@ One process and one JSON file a configuration.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import pathlib
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import common
 from benchmarks.held_bytes import held_bytes
@@ -43,7 +46,7 @@ from benchmarks.lora_ways import (
     pretrained,
     quantisation_tensors,
 )
-from hf_memopt.memory.simulate import causal_lm_loss
+from hf_memopt.memory.simulate import causal_lm_loss, materialise
 from hf_memopt.memory.storages import StorageLog
 
 FOLDER = common.RESULTS / "lora" / "activations"
@@ -83,16 +86,36 @@ WAYS = [
 ]
 
 
-def measure(name: str, way: Way, tokens: int = TOKENS, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Bytes of the model ``name``, or of a Llama of these ``sizes`` with random weights."""
+def can_be_fake(way: Way) -> bool:
+    """Whether nothing of its forward looks at values."""
+    return way.adapter == "lora" and way.memory not in (VELORA, VELORA_NARROW)
+
+
+def measure(
+    name: str, way: Way, tokens: int = TOKENS, sizes: dict[str, Any] | None = None, fake: bool = False
+) -> dict[str, Any]:
+    """Bytes of the model ``name``, or of a Llama of these ``sizes`` with random weights; ``fake``: with none, and of a
+    block alone."""
     sizes = sizes or MODELS[name]
-    model, handle = adapted(_pretrained(name, way) if sizes is None else _shaped(sizes, tokens, way), way)
+    with contextlib.ExitStack() as modes:
+        if fake:
+            with torch.device("meta"):
+                model, handle = adapted(_shaped(sizes, tokens, way), way)
+            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            materialise(model)
+        else:
+            model, handle = adapted(_pretrained(name, way) if sizes is None else _shaped(sizes, tokens, way), way)
+        return _counted(name, model, handle, way, tokens, fake)
+
+
+def _counted(name: str, model: nn.Module, handle: Any, way: Way, tokens: int, fake: bool) -> dict[str, Any]:
+    """The record of a model that is ready to train."""
     scales = quantisation_tensors(model)
     base = model.get_base_model()
     embedding, output = _block(base, tokens)
-    block, of_block = held_bytes(model, output, apart=lambda: [*embedding, *scales])
+    block, of_block = held_bytes(model, output, apart=lambda: [*embedding, *scales], fake=fake)
     whole, of_whole, highest = None, [], None
-    if sizes is None or sizes["num_hidden_layers"] > 1:
+    if not fake and len(base.model.layers) > 1:
         ids = torch.randint(0, base.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1))
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         whole, of_whole = held_bytes(model, lambda: causal_lm_loss(model, batch), apart=lambda: scales)
@@ -106,6 +129,7 @@ def measure(name: str, way: Way, tokens: int = TOKENS, sizes: dict[str, Any] | N
         "lora": {"r": RANK, "alpha": ALPHA, "target_modules": "all-linear"},
         "tokens": tokens,
         "dtype": "bfloat16",
+        "fake": fake,
         "attention": base.config._attn_implementation,
         "layers": len(base.model.layers),
         "sizes": {key: getattr(base.config, key) for key in kept},
@@ -142,7 +166,7 @@ def _block(base: nn.Module, tokens: int) -> tuple[tuple[Tensor, Tensor], Callabl
     layer = base.model.layers[0]
     positions = torch.arange(tokens)[None]
     dtype = base.get_input_embeddings().weight.dtype
-    x = torch.randn(1, tokens, base.config.hidden_size, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = torch.zeros(1, tokens, base.config.hidden_size, dtype=dtype)
     embedding = base.model.rotary_emb(x, positions)
     x.requires_grad_()
 
@@ -194,7 +218,7 @@ def run(folder: pathlib.Path = FOLDER, models: list[str] | None = None) -> None:
 def record(folder: pathlib.Path, name: str, way: Way) -> None:
     """Measure one configuration into its file."""
     torch.set_num_threads(1)
-    found = measure(name, way)
+    found = measure(name, way, fake=MODELS[name] is not None and can_be_fake(way))
     common.write_json(path_of(folder, name, way), found)
     model = "" if found["model_bytes"] is None else f", the model {found['model_bytes'] / 2**20:,.1f} MiB"
     print(f"{name}, {way.name}: a block {found['block_bytes'] / 2**20:,.2f} MiB{model}", flush=True)

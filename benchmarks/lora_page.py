@@ -29,7 +29,7 @@ TARGET_NOTE = """
 What was to be reached, and the measurement. Bytes are of a block; seconds are medians of ratios taken round by round.
 """.strip()
 ACTIVATIONS_NOTE = """
-What forward leaves behind for backward, bf16, one sequence of 512 tokens, sdpa attention, real tensors;
+What forward leaves behind for backward, bf16, one sequence of 512 tokens, sdpa attention;
 `benchmarks/lora_activations.py` says what is counted. `% of default` and `% of bf16` are what remains of PEFT's default
 and of PEFT with bf16 adapters for the same kind of base and dropout. The model's bytes hold the head's logits and loss
 too; its peak is of forward and backward, with weights and gradients. On CPUs torch's dropout keeps its mask in the

@@ -77,6 +77,16 @@ def test_compression_checkpointing_and_dropout_show_in_the_bytes():
     assert block(EXACT, dropout=0.05) == TOKENS * BYTES[EXACT]
 
 
+@pytest.mark.parametrize("way", [w for w in lora_activations.WAYS if w.adapter == "lora"][::2], ids=lambda w: w.name)
+def test_tensors_without_storage_give_the_bytes_of_real_ones(way):
+    if not lora_activations.can_be_fake(way):
+        pytest.skip("VeLoRA looks at values")
+    fake = lora_activations.measure("tiny", way, TOKENS, SIZES, fake=True)
+    real = measured(way)
+    assert fake["block_bytes"] == real["block_bytes"] and fake["model_bytes"] is None
+    assert real["model_bytes"] > 0
+
+
 def saved_by_hooks(model, forward):
     """Unique storages that go through autograd's saved tensors, parameters aside."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
