@@ -2,6 +2,8 @@
 
     python -m benchmarks.quality --task sotu-lm --optim taco_adamw --lr 1e-4 --seed 0 --dtype float32
     python -m benchmarks.quality --task sotu-lm --plan adamw_torch taco_adamw --dtype float32 bfloat16
+    python -m benchmarks.quality --task sotu-lm --adapter lora --activation-memory exact --plan adamw_torch \\
+        --dtype bfloat16
 
 A run trains with the real Trainer and writes `benchmarks/results/quality/<task>/<strategy>@<lr>-<seed>.json`; the
 strategy's name carries what differs from the defaults (`adamw_torch-bf16`, `adamw_torch-beta1=0.8`,
@@ -10,6 +12,9 @@ strategy's name carries what differs from the defaults (`adamw_torch-bf16`, `ada
 A plan runs three learning rates at seed 0, then seeds 1 and 2 at the rate with the best figure, each in a process of
 its own. The rates are the task's, or those of GRIDS for a method with another natural scale. It can be stopped at any
 moment and called again: it goes on where it was.
+
+With `--adapter` the base is frozen and adapters are trained (`benchmarks/lora_ways.py`), at rates of their own; results
+then lie in `benchmarks/results/lora/<task>/`, and the strategy's name carries the way (`adamw_torch-bf16-lora-exact`).
 """
 
 from __future__ import annotations
@@ -25,9 +30,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common import RESULTS, write_json
+from benchmarks.lora_ways import ADAPTERS, PEFT, Way, adapted
 from benchmarks.peers import APOLLO_TORCH, SGD_MOMENTUM, optimizer_arguments
 
 # A further task is a further module with the same names as sotu_lm. `evaluate` gives the figure, or a dict with the
@@ -67,14 +74,23 @@ GRIDS: dict[str, dict[str, tuple[float, float, float]]] = {
     },
 }
 """Optimizer -> task -> learning rates, where the method's natural scale is not AdamW's."""
+ADAPTER_RATES = (1e-4, 3e-4, 1e-3)
 DTYPES = {"float32": "", "bfloat16": "-bf16", "float16": "-fp16"}
 SEEDS = (0, 1, 2)
 
 
 def strategy_name(
-    optim: str, dtype: str, beta1: float, optim_args: str, steps: int, embedding_lr_scale: float = 1.0
+    optim: str,
+    dtype: str,
+    beta1: float,
+    optim_args: str,
+    steps: int,
+    embedding_lr_scale: float = 1.0,
+    way: Way | None = None,
 ) -> str:
     name = optim + DTYPES[dtype]
+    if way is not None:
+        name += f"-{way.name}"
     if beta1 != 0.9:
         name += f"-beta1={beta1:g}"
     if embedding_lr_scale != 1:
@@ -85,8 +101,16 @@ def strategy_name(
 
 
 def result_path(given: argparse.Namespace, optim: str, dtype: str, lr: float, seed: int) -> pathlib.Path:
-    strategy = strategy_name(optim, dtype, given.beta1, given.optim_args, given.steps, given.embedding_lr_scale)
+    more = given.steps, given.embedding_lr_scale, way_of(given)
+    strategy = strategy_name(optim, dtype, given.beta1, given.optim_args, *more)
     return given.results / given.task / f"{strategy}@{lr:g}-{seed}.json"
+
+
+def way_of(given: argparse.Namespace) -> Way | None:
+    """How adapters are trained; None where all parameters are."""
+    if given.adapter is None:
+        return None
+    return Way(given.adapter, given.activation_memory, given.gradient_checkpointing, given.lora_dropout)
 
 
 def with_seed(optim: str, optim_args: str, seed: int) -> str:
@@ -98,8 +122,10 @@ def with_seed(optim: str, optim_args: str, seed: int) -> str:
     return ",".join(filter(None, [optim_args, f"seed={seed}"]))
 
 
-def rates(optim: str, task: Any) -> tuple[float, ...]:
+def rates(optim: str, task: Any, adapter: str | None = None) -> tuple[float, ...]:
     """The learning rates of a plan."""
+    if adapter is not None:
+        return ADAPTER_RATES
     return GRIDS.get(optim, {}).get(task.NAME, task.LEARNING_RATES)
 
 
@@ -127,12 +153,17 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.held_bytes import held_bytes
 
     task = importlib.import_module(TASKS[given.task])
-    model = task.load_model(getattr(torch, given.dtype), given.seed)
+    way = way_of(given)
+    if way is None:
+        model = task.load_model(getattr(torch, given.dtype), given.seed)
+    else:
+        model, _ = adapted(task.load_base(way, getattr(torch, given.dtype)), way, given.seed)
     optim_args = with_seed(given.optim, given.optim_args, given.seed)
     chosen = optimizer_arguments(given.optim, optim_args, lr=given.lr, beta1=given.beta1, model=model)
     for_trainer = chosen.pop("trainer")
     steps = given.steps or task.STEPS
-    before, more_before = measured(task, task.evaluate_before(model))
+    # new adapters change nothing, but what is kept of untrained models is of those without quantisation and upcasts
+    before, more_before = measured(task, (task.evaluate_before if way is None else task.evaluate)(model))
     fixed = task.training_arguments(steps)
     clock = common.StepClock()
     seen = hashlib.sha256()
@@ -189,8 +220,9 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "task": given.task,
         "figure": task.FIGURE,
         "strategy": strategy_name(
-            given.optim, given.dtype, given.beta1, given.optim_args, given.steps, given.embedding_lr_scale
+            given.optim, given.dtype, given.beta1, given.optim_args, given.steps, given.embedding_lr_scale, way
         ),
+        "adapter": None if way is None else asdict(way),
         "optim": given.optim,
         "optimizer_class": f"{type(inner).__module__}.{type(inner).__qualname__}",
         "optim_args": optim_args,
@@ -267,6 +299,10 @@ def run_apart(given: argparse.Namespace, optim: str, dtype: str, lr: float, seed
             given.optim_args,
         ]
         command += ["--embedding-lr-scale", repr(given.embedding_lr_scale)]
+        if given.adapter is not None:
+            command += ["--adapter", given.adapter, "--activation-memory", given.activation_memory]
+            command += ["--lora-dropout", repr(given.lora_dropout)]
+            command += ["--gradient-checkpointing"] if given.gradient_checkpointing else []
         command += ["--steps", str(given.steps), "--results", str(given.results)] + (["--force"] if given.force else [])
         done = subprocess.run(command, stdin=subprocess.DEVNULL)
         if done.returncode:
@@ -280,7 +316,8 @@ def plan(given: argparse.Namespace) -> None:
     task = importlib.import_module(TASKS[given.task])
     for dtype in given.dtype:
         for optim in given.plan:
-            grid = [run_apart(given, optim, dtype, lr, SEEDS[0]) for lr in given.lr or rates(optim, task)]
+            chosen = given.lr or rates(optim, task, given.adapter)
+            grid = [run_apart(given, optim, dtype, lr, SEEDS[0]) for lr in chosen]
             best = min(grid, key=lambda result: result["after"])["lr"]
             for seed in SEEDS[1:]:
                 run_apart(given, optim, dtype, best, seed)
@@ -312,9 +349,20 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=0, help="another number of steps than the task's (not for published figures)"
     )
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS / "quality", help="folder of the results")
+    parser.add_argument("--adapter", choices=ADAPTERS, help="train adapters on a frozen base, quantised for qlora")
+    parser.add_argument("--activation-memory", default=PEFT, metavar="WAY", help="of --adapter: lora_ways.py")
+    parser.add_argument("--lora-dropout", type=float, default=0.0, help="of --adapter")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="of --adapter")
+    parser.add_argument("--results", type=pathlib.Path, help="folder of the results; default: results/quality, or lora")
     parser.add_argument("--force", action="store_true", help="repeat finished runs")
     given = parser.parse_args()
+    if given.adapter is None and (given.activation_memory, given.lora_dropout) != (PEFT, 0.0):
+        parser.error("--activation-memory and --lora-dropout are of --adapter")
+    if given.adapter is None and given.gradient_checkpointing:
+        parser.error("--gradient-checkpointing is of --adapter")
+    if given.adapter is not None and given.task != "sotu-lm":
+        parser.error("--adapter is for --task sotu-lm")
+    given.results = given.results or RESULTS / ("quality" if given.adapter is None else "lora")
     if given.plan:
         plan(given)
         return

@@ -1,5 +1,5 @@
-"""Task `sotu-lm`: fine-tune SmolLM2-135M, all parameters, on State of the Union addresses; judge on addresses it never
-trained on.
+"""Task `sotu-lm`: fine-tune SmolLM2-135M, all parameters or adapters, on State of the Union addresses; judge on
+addresses it never trained on.
 
 The 249 texts in the order of their file names; every twelfth (index % 12 == 5) is held out whole. Training texts are
 joined by the end-of-text token and cut into blocks of 256 tokens; a run draws its blocks with a generator of its own,
@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.common import versions, write_json
 from benchmarks.language_model import as_rows, drawn, held_out_loss
+from benchmarks.lora_ways import Way, pretrained
 from tools.demo_assets import asset, demo_dir
 
 NAME = "sotu-lm"
@@ -37,6 +38,13 @@ def load_model(dtype: torch.dtype, seed: int = 0) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(asset("smollm2-135m")).to(dtype)
+    model.config.use_cache = False
+    return model
+
+
+def load_base(way: Way, dtype: torch.dtype) -> torch.nn.Module:
+    """The pretrained model that adapters are trained on: quantised, or in ``dtype``."""
+    model = pretrained(asset("smollm2-135m"), way, dtype)
     model.config.use_cache = False
     return model
 
