@@ -62,7 +62,8 @@ def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     Saved last, not highest number: after going back to an earlier checkpoint the newer line of training counts. Only
     checkpoints written while ``hf_memopt`` was imported and one of its optimizers was training, or a model whose
     activations it keeps small, carry a marker; those of other runs are not considered, nor are those of
-    ``save_only_model``, which hold no optimizer state; a warning says so if there is nothing else. Checkpoints may be copied or moved.
+    ``save_only_model``, which hold no optimizer state; a warning says so if there is nothing else. Checkpoints
+    may be copied or moved.
 
     With ``save_total_limit=1`` and a machine that loses power, rather than a process that is killed, the last
     checkpoint may not have reached the disk: keep two.
