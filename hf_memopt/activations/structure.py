@@ -218,7 +218,7 @@ def _fixed_random_numbers(device: torch.device) -> Iterator[None]:
 
 def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Gaussian numbers with the device and dtype of ``like``; fp32 if that is quantised."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")  # whatever the default is
     return x.to(like.device, like.dtype if like.dtype.is_floating_point else torch.float32)
 
 
