@@ -159,7 +159,7 @@ def _fira(grad: Tensor, low: Near, u: Near, norm: float, rule: Rule) -> tuple[Te
     shift = (phi**2 * (outside_error + 2.1 * relative * outside)).sum()
     e_error = shift / (e + (e**2 - shift).clamp(min=0).sqrt() + 1e-300) + (length + 4) * E * e
     floor = 0.1 * u.value.norm()
-    before = max(norm, floor.item()) if norm > 0 else e.item()
+    before = max(norm, floor.item())
     before_relative = (u_error.norm() / u.value.norm()).item() + (r * length + 4) * E
     limit = max((e / (before + 1e-8)).item(), 1.01) / 1.01
     limit_relative = (e_error / e + before_relative + 6 * E) if limit > 1 - 1e-3 else 0.0
