@@ -72,3 +72,13 @@ def unusable(name: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.fixture(autouse=True)
+def _bitsandbytes_forgets():
+    """The Trainer registers 32 bits for embeddings with bitsandbytes, which keeps that by the place in the groups for
+    every optimizer that the process makes later."""
+    yield
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    if bitsandbytes is not None:
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
