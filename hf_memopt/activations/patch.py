@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
@@ -125,7 +125,7 @@ def _choose(
                 reason = "part of an adapter"
             elif not re.search(r"(^|\.)\d+\.", name):
                 reason = "not in a repeated block"
-            elif _behind_attention(model, name):
+            elif behind_attention(model, name, lean_class):
                 reason = "behind an attention, which keeps its output itself"
             elif rank > _features(layer):
                 reason = f"rank not below its {_features(layer)} inputs"
@@ -163,15 +163,16 @@ def _not_linear(module: nn.Module) -> str | None:
     return f"{type(module).__name__}, not a plain linear layer"
 
 
-def _behind_attention(model: nn.Module, name: str) -> bool:
-    """Whether the layer's input is what an attention has computed."""
+def behind_attention(model: nn.Module, name: str, is_layer: Callable[[nn.Module], object]) -> bool:
+    """Whether the input of the layer ``name`` is what an attention has computed and keeps: known by its name and place.
+    ``is_layer`` says which other children of a module are such layers."""
     if name.rpartition(".")[2] not in OUTPUT_PROJECTIONS:
         return False
     for module in _ancestors(model, name):
-        own = [n for n, m in module.named_children() if lean_class(m) is not None]
         if re.search(r"attention|attn", type(module).__name__, re.IGNORECASE):
             return True
-        if len(own) != 1:  # BERT's output module has one linear layer and lies in the attention
+        # BERT's output module has one linear layer and lies in the attention
+        if sum(bool(is_layer(child)) for child in module.children()) != 1:
             return False
     return False
 

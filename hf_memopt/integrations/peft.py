@@ -29,7 +29,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 from ..activations import dropout, int8, lora, shared, structure
-from ..activations.patch import OUTPUT_PROJECTIONS, rank_of
+from ..activations.patch import behind_attention, rank_of
 from ..activations.recompute import recompute, restore_copies
 from ..activations.report import Skipped, _count
 from ..options import LoraMemoryConfig
@@ -136,7 +136,7 @@ class LoraMemory:
         base = layer.get_base_layer()
         if int8.patch(base):
             self._int8[f"{name}.base_layer"] = base
-        rank, own_input = self._rank(name, layer, head), _behind_attention(self._model, name)
+        rank, own_input = self._rank(name, layer, head), behind_attention(self._model, name, structure.is_linear)
         seed = self.config.seed
         plan_a = lora.Plan(None if own_input else rank, self.config.projection, seed, own_input)
         for adapter, factor in layer.lora_A.items():
@@ -348,18 +348,3 @@ def _output_head(model: nn.Module) -> nn.Module | None:
 
 def _ancestor(model: nn.Module, name: str, levels: int) -> nn.Module:
     return model.get_submodule(".".join(name.split(".")[:-levels]))
-
-
-def _behind_attention(model: nn.Module, name: str) -> bool:
-    """Whether the layer's input is what an attention has computed and keeps: known by the layer's name and place."""
-    if name.rpartition(".")[2] not in OUTPUT_PROJECTIONS:
-        return False
-    for levels in (1, 2):
-        if name.count(".") < levels:
-            return False
-        holder = _ancestor(model, name, levels)
-        if re.search(r"attention|attn", type(holder).__name__, re.IGNORECASE):
-            return True
-        if sum(structure.is_linear(child) for child in holder.children()) != 1:
-            return False
-    return False
