@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -166,8 +166,8 @@ def measure(
     return record
 
 
-def earlier(path: pathlib.Path, sizes: dict[str, Any], subjects: Subjects) -> dict[str, Any] | None:
-    """The rounds of an earlier call of the same code."""
+def earlier(path: pathlib.Path, sizes: dict[str, Any], subjects: Collection[str]) -> dict[str, Any] | None:
+    """The rounds of an earlier call of the same code for the same configurations, by name."""
     if not path.is_file():
         return None
     record = json.loads(path.read_text(encoding="utf8"))

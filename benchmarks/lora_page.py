@@ -8,6 +8,7 @@ import statistics
 from typing import Any
 
 from benchmarks import lora_activations, lora_step
+from benchmarks.compact_page import gap
 from benchmarks.demo import table
 from benchmarks.lora import FOLDER, MATRIX, TASK, strategy
 from benchmarks.lora_activations import DROPOUT, WAYS
@@ -143,19 +144,6 @@ def finished(folder: pathlib.Path) -> dict[str, dict[float, list[dict[str, Any]]
     return by_strategy([r for r in whole if "-steps=" not in r["strategy"]])
 
 
-def gap(name: str, default: str, strategies: dict[str, dict[float, list[dict[str, Any]]]]) -> float | None:
-    """Mean over the common seeds of the figure less the default's, at the best rate of each; None where one is
-    missing. Raises ValueError for different batches."""
-    if name not in strategies or default not in strategies:
-        return None
-    ours, theirs = (strategies[s][best_rate(strategies[s])] for s in (name, default))
-    other = {r["seed"]: r for r in theirs}
-    pairs = [(r, other[r["seed"]]) for r in ours if r["seed"] in other]
-    if any(a["batches_sha256"] != b["batches_sha256"] for a, b in pairs):
-        raise ValueError(f"{name} and {default} saw different batches.")
-    return statistics.mean(a["after"] - b["after"] for a, b in pairs) if pairs else None
-
-
 def quality_rows(strategies: dict[str, dict[float, list[dict[str, Any]]]]) -> list[dict[str, str]]:
     heads = ("best rate", "rates", "seeds", "before", "after, mean", "spread", "gap", "activations", "a step")
     cells = []
@@ -173,7 +161,7 @@ def quality_rows(strategies: dict[str, dict[float, list[dict[str, Any]]]]) -> li
                 "before": f"{grid[lr][0]['before']:.4f}",
                 "after, mean": f"{statistics.mean(after):.4f}",
                 "spread": spread(after),
-                "gap": cell(gap(name, strategy(Way(way.adapter, PEFT)), strategies), "+.4f"),
+                "gap": cell(gap(name, strategies, strategy(Way(way.adapter, PEFT))), "+.4f"),
                 "activations": f"{max(r['activation_bytes'] for r in grid[lr]) / MIB:,.1f} MiB",
                 "a step": f"{statistics.median(r['step_seconds'] for r in grid[lr]):.2f} s",
             }

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.compact_step import BATCH, DTYPES, FIRST, SIZES, TOKENS, build_model
+from benchmarks.compact_step import BATCH, DTYPES, FIRST, SIZES, TOKENS, build_model, earlier, path_of, ratios
 from benchmarks.held_bytes import held_bytes
 from benchmarks.lora_ways import EXACT, EXACT_ALONE, NARROW, PEFT, VELORA, VELORA_NARROW, Way, adapted
 
@@ -77,7 +77,7 @@ def measure(
 ) -> dict[str, Any]:
     """Go on with the rounds in ``path`` until there are ``rounds``; the record."""
     ways = ways_of(dtype) if ways is None else ways
-    record = earlier(path, sizes, ways)
+    record = earlier(path, sizes, {way.name for way in ways})
     done = len(record["configurations"][BASELINE.name]["seconds"]) if record else 0
     if record and done >= rounds:
         return record
@@ -117,29 +117,10 @@ def measure(
     return record
 
 
-def earlier(path: pathlib.Path, sizes: dict[str, Any], ways: list[Way]) -> dict[str, Any] | None:
-    """The rounds of an earlier call of the same code."""
-    if not path.is_file():
-        return None
-    record = json.loads(path.read_text(encoding="utf8"))
-    same = record["source_digest"] == common.source_digest() and record["sizes"] == sizes
-    return record if same and set(record["configurations"]) == {way.name for way in ways} else None
-
-
-def ratios(record: dict[str, Any], name: str, to: str) -> list[float]:
-    """Seconds of ``name`` over those of ``to``, round by round."""
-    found = record["configurations"]
-    return [a / b for a, b in zip(found[name]["seconds"], found[to]["seconds"], strict=True)]
-
-
 def ratio(record: dict[str, Any], name: str, to: str) -> float | None:
     """Their median; None where one has not been measured."""
     found = record["configurations"]
     return statistics.median(ratios(record, name, to)) if name in found and to in found else None
-
-
-def path_of(folder: pathlib.Path, dtype: str) -> pathlib.Path:
-    return folder / f"step_{dtype}.json"
 
 
 def run(dtypes: list[str], rounds: int, folder: pathlib.Path = FOLDER) -> None:
