@@ -66,21 +66,27 @@ class CompressionReport:
                 what = "carrier, all inputs"
             if not own:
                 what += f", shares z with {row.reads_with.rpartition('.')[2]}"
-            _count(lines, row.name, what)
+            count_kind(lines, row.name, what)
         for skipped in self.skipped:
-            _count(lines, skipped.name, f"left alone: {skipped.reason}")
+            count_kind(lines, skipped.name, f"left alone: {skipped.reason}")
         for entry in self.recomputed:
-            _count(lines, entry.name, entry.outcome)
-        width = max((len(name) for name, _ in lines), default=0)
+            count_kind(lines, entry.name, entry.outcome)
         head = (
             f"Activations: {len(self.layers)} linear layers compressed ({self.config.projection}); the optimizer sees "
             f"{self.carriers:,} carriers for {self.weights:,} weights"
             if self.layers
             else "Activations: no linear layer compressed"
         )
-        return "\n".join([head, *(f"  {n.ljust(width)}  x{count:<4} {what}" for (n, what), count in lines.items())])
+        return as_text(head, lines)
 
 
-def _count(lines: dict[tuple[str, ...], int], name: str, what: str) -> None:
+def count_kind(lines: dict[tuple[str, ...], int], name: str, what: str) -> None:
+    """One more of the modules whose names differ in numbers only and of which ``what`` is to be said."""
     key = (re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), what)
     lines[key] = lines.get(key, 0) + 1
+
+
+def as_text(head: str, lines: dict[tuple[str, ...], int]) -> str:
+    """``head``, and below it a line for each kind that ``count_kind`` has counted."""
+    width = max((len(name) for name, _ in lines), default=0)
+    return "\n".join([head, *(f"  {n.ljust(width)}  x{count:<4} {what}" for (n, what), count in lines.items())])

@@ -31,7 +31,7 @@ from transformers.trainer_callback import TrainerCallback
 from ..activations import dropout, int8, lora, shared, structure
 from ..activations.patch import behind_attention, rank_of
 from ..activations.recompute import recompute, restore_copies
-from ..activations.report import Skipped, _count
+from ..activations.report import Skipped, as_text, count_kind
 from ..options import LoraMemoryConfig
 from .trainer import refuse_unsupported
 
@@ -69,16 +69,15 @@ class LoraMemoryReport:
         lines: dict[tuple[str, ...], int] = {}
         for row in self.adapters:
             kept = "exact" if row.rank is None else f"compressed where kept for it alone, rank {row.rank}"
-            _count(lines, row.name, f"adapter {row.adapter}: {kept} (of {row.features})")
+            count_kind(lines, row.name, f"adapter {row.adapter}: {kept} (of {row.features})")
         for name in self.int8:
-            _count(lines, name, "frozen 8-bit layer: keeps no input")
+            count_kind(lines, name, "frozen 8-bit layer: keeps no input")
         for skipped in self.skipped:
-            _count(lines, skipped.name, f"left alone: {skipped.reason}")
+            count_kind(lines, skipped.name, f"left alone: {skipped.reason}")
         for entry in self.recomputed:
-            _count(lines, entry.name, entry.outcome)
-        width = max((len(name) for name, _ in lines), default=0)
+            count_kind(lines, entry.name, entry.outcome)
         head = f"LoRA activations, {self.config.tier}: {len(self.adapters)} adapters in their layers"
-        return "\n".join([head, *(f"  {n.ljust(width)}  x{count:<4} {what}" for (n, what), count in lines.items())])
+        return as_text(head, lines)
 
 
 class LoraMemory:
