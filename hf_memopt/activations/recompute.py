@@ -16,11 +16,11 @@ The output is saved by whoever reads it. So it carries a note (``remade.py``), a
 keeps the same inputs instead: storages that are kept already. A plain ``nn.Linear`` still keeps the output.
 
 **How.** ``Recompute``, an autograd function, runs the module's own forward without a graph and saves the input and the
-parameters. Its backward runs that forward again, with autocast as it was, and asks autograd for the gradients of the
-original operations. A sum of floating-point numbers depends on the order: where the module reads x twice
-(x * rsqrt(mean(x^2))), autograd adds the two gradients one after the other to what x already has from the residual
-connection. Hence x is passed ``USES`` times, and each use's gradient is given back on its own, in the order in which it
-came.
+parameters. Its backward takes that forward as a consumer of its output has run it again, or runs it itself, with
+autocast as it was, and asks autograd for the gradients of the original operations. A sum of floating-point numbers
+depends on the order: where the module reads x twice (x * rsqrt(mean(x^2))), autograd adds the two gradients one after
+the other to what x already has from the residual connection. Hence x is passed ``USES`` times, and each use's gradient
+is given back on its own, in the order in which it came.
 
 **Patching** swaps the module's class for a subclass of it with the same name. Parameters, state_dict keys, hooks,
 isinstance, repr and ``forward``'s signature stay; copies (deepcopy, DataParallel's replicas, PEFT's modules_to_save)
@@ -47,33 +47,31 @@ import torch
 from torch import Tensor, nn
 
 from . import structure
-from .remade import Recipe, autocast_state, note, reenter
+from .remade import Kept, Recipe, autocast_state, note
 
 USES = 4  # of x within one forward; gradients of further uses are added up before they are given back
 _ORIGINAL = "_hf_memopt_original"
 
 
 class Recompute(torch.autograd.Function):
-    """y = function(x, *others), keeping x and the others. Inputs: function, x ``USES`` times, others."""
+    """y = function(x, *others), keeping x and the others. Inputs: the function's Kept, x ``USES`` times, others."""
 
     @staticmethod
-    def forward(ctx, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx, kept: Kept, *tensors: Tensor) -> Tensor:
         x, others = tensors[0], tensors[USES:]
-        ctx.function = function
-        ctx.autocast = autocast_state(x.device.type)
+        kept.needs = ctx.needs_input_grad[USES:]  # the inputs are kept, x (USES times), others: from the last x on
+        ctx.kept = kept
         ctx.save_for_backward(x, *others)
-        return function(x, *others)
+        return kept.function(x, *others)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[USES:]  # the inputs are function, x (USES times), others: from the last x on
+        needs = ctx.needs_input_grad[USES:]
         again = torch.is_grad_enabled()  # create_graph: what follows is to be differentiated as well
-        with torch.enable_grad(), reenter(ctx.autocast):
-            inputs = [
-                (t.view_as(t) if again else t.detach().requires_grad_()) if need else t.detach()
-                for t, need in zip(ctx.saved_tensors, needs, strict=True)
-            ]
-            y = ctx.function(*inputs)
+        graph = ctx.kept.graph_made()
+        if graph is None or again:
+            graph = ctx.kept.graph(ctx.saved_tensors, again)
+        inputs, y = graph.leaves, graph.output
         uses: list[Tensor] = []
         edges = _edges_to(inputs[0], y) if needs[0] and not again else []
         if sum(len(places) for _, places in edges) > 1:
@@ -113,7 +111,8 @@ def recomputed(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> T
     deterministic. Without gradients: the plain call."""
     if not needs_grad(x, *others):
         return function(x, *others)
-    return note(Recompute.apply(function, *[x] * USES, *others), Recipe(function, (x, *others)))
+    kept = Kept(function, autocast_state(x.device.type))
+    return note(Recompute.apply(kept, *[x] * USES, *others), Recipe(function, (x, *others), kept))
 
 
 def needs_grad(*tensors: Tensor) -> bool:

@@ -23,6 +23,11 @@ the engine's number of it). Another graph is another recipe; another pass over t
 (reentrant checkpointing), is another number. So a stale tensor is never given; it is made anew. The slot is emptied
 when the last consumer has been served, when another tensor is to be made, at the end of the pass, and, where an
 exception ended the pass, by the next note.
+
+**And for the operation itself.** Behind its consumers comes the operation's own backward, which needs the same forward
+with a graph. So the first consumer makes the tensor with the graph (``Kept.graph``), from inputs cut off from theirs,
+and the operation takes it (``graph_made``): one forward for all. It holds the operation's intermediate tensors from the
+first consumer's backward to its own; a pass in which its own does not come drops it at the end.
 """
 
 from __future__ import annotations
@@ -60,6 +65,14 @@ def reenter(state: AutocastState | None) -> AbstractContextManager:
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
+@dataclass(frozen=True)
+class Graph:
+    """An operation run again for its gradients: ``leaves``, cut off from the inputs' own graphs, and ``output``."""
+
+    leaves: list[Tensor]
+    output: Tensor
+
+
 class Kept:
     """What a consumer keeps of a recipe beside its inputs; one object for all consumers. Holds no tensor.
 
@@ -67,14 +80,16 @@ class Kept:
         function: Makes the tensor from the inputs.
         autocast: The state of autocast in which it is called.
         consumers: How many consumers have asked for this object.
+        needs: For which inputs the operation's own backward will ask ``graph_made()`` for a graph; None: it will not.
     """
 
-    __slots__ = ("function", "autocast", "consumers")
+    __slots__ = ("function", "autocast", "consumers", "needs")
 
     def __init__(self, function: Callable[..., Tensor], autocast: AutocastState | None) -> None:
         self.function = function
         self.autocast = autocast
         self.consumers = 0
+        self.needs: tuple[bool, ...] | None = None
 
     def make(self, inputs: Sequence[Tensor]) -> Tensor:
         """The tensor made from ``inputs``, the recipe's in their order; without a graph. Not to be changed in place.
@@ -82,14 +97,28 @@ class Kept:
         In a backward pass, consumers of one recipe get one tensor.
         """
         task = torch._C._current_graph_task_id()
-        if self.consumers < 2 or task == -1:
+        if task == -1 or self.consumers + (self.needs is not None) < 2:
             return self._compute(inputs)
         slot = _slot()
         tensor = slot.take(self, task)
         if tensor is None:
-            tensor = self._compute(inputs)
-            slot.put(self, task, tensor)
+            graph = None if self.needs is None else self.graph(inputs)
+            tensor = self._compute(inputs) if graph is None else graph.output.detach()
+            slot.put(self, task, tensor, graph)
         return tensor
+
+    def graph(self, inputs: Sequence[Tensor], connected: bool = False) -> Graph:
+        """The operation once more with a graph that ends at the inputs; ``connected`` goes on into theirs."""
+        with torch.enable_grad(), reenter(self.autocast):
+            leaves = [
+                t.view_as(t) if need and connected else t.detach().requires_grad_(need)
+                for t, need in zip(inputs, self.needs, strict=True)
+            ]
+            return Graph(leaves, self.function(*leaves))
+
+    def graph_made(self) -> Graph | None:
+        """The graph that ``make`` left in this backward pass, if it was the last; it is given once."""
+        return _slot().take_graph(self, torch._C._current_graph_task_id())
 
     def _compute(self, inputs: Sequence[Tensor]) -> Tensor:
         with torch.no_grad(), reenter(self.autocast):
@@ -101,17 +130,18 @@ class Recipe:
     """How to make a tensor again.
 
     Attributes:
-        function: Called with ``inputs`` under no_grad and with autocast as it was when the recipe was written; gives
-            the tensor again, bit for bit. Must hold no tensor of its own.
+        function: Called with ``inputs`` and with autocast as it was when the recipe was written; gives the tensor
+            again, bit for bit. Must hold no tensor of its own.
         inputs: What a consumer saves instead of the tensor.
     """
 
     function: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
-    _kept: Kept = field(init=False, repr=False)
+    _kept: Kept | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._kept = Kept(self.function, autocast_state(self.inputs[0].device.type))
+        if self._kept is None:
+            self._kept = Kept(self.function, autocast_state(self.inputs[0].device.type))
 
     def make(self, inputs: Sequence[Tensor]) -> Tensor:
         """The tensor made from ``inputs`` in the place of the recipe's own; without a graph, always computed."""
@@ -159,7 +189,7 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
 
 
 class _Slot:
-    """The tensor made last in one thread: for whom, in which backward pass, for how many more consumers."""
+    """The tensor made last in one thread: for whom, in which backward pass, for how many more consumers; its graph."""
 
     def __init__(self) -> None:
         self.task = -1
@@ -169,22 +199,40 @@ class _Slot:
         if task is None or task == self.task:
             self.key: Kept | None = None
             self.tensor: Tensor | None = None
+            self.graph: Graph | None = None
             self.version = self.left = 0
 
     def take(self, key: Kept, task: int) -> Tensor | None:
         tensor = self.tensor
         hit = tensor is not None and self.key is key and self.task == task and tensor._version == self.version
         self.left -= 1
-        if not hit or self.left == 0:
+        if not hit:
             self.clear()
+        elif self.left == 0:
+            self.forget_tensor()
         return tensor if hit else None
 
-    def put(self, key: Kept, task: int, tensor: Tensor) -> None:
+    def forget_tensor(self) -> None:
+        """All consumers have been served; a graph stays for the operation's own backward."""
+        self.tensor = None
+        if self.graph is None:
+            self.clear()
+
+    def take_graph(self, key: Kept, task: int) -> Graph | None:
+        if self.graph is None or self.key is not key or self.task != task:
+            return None
+        graph = self.graph if self.graph.output._version == self.version else None
+        self.clear()
+        return graph
+
+    def put(self, key: Kept, task: int, tensor: Tensor, graph: Graph | None) -> None:
         if self.task != task:
             # may run in another thread, hence the slot and not "the slot of this thread"
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.clear(task))
-        self.task, self.key, self.tensor = task, key, tensor
+        self.task, self.key, self.tensor, self.graph = task, key, tensor, graph
         self.version, self.left = tensor._version, key.consumers - 1
+        if self.left == 0:
+            self.forget_tensor()
 
 
 _local = threading.local()
@@ -200,5 +248,5 @@ def _slot() -> _Slot:
 
 def _drop_leftovers() -> None:
     for slot in list(_slots):
-        if slot.tensor is not None:
+        if slot.key is not None:
             slot.clear()

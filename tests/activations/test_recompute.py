@@ -13,8 +13,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_memopt.activations import recompute as module_under_test
+from hf_memopt.activations import remade
 from hf_memopt.activations.recompute import recompute, restore
-from hf_memopt.activations.remade import recipe_of
+from hf_memopt.activations.remade import kept, recipe_of
 
 from .consumer import saved_bytes, use_notes
 from .models import GQA, MODELS, MODES, assert_same, batch, build, gradients, loss_of, norm
@@ -100,7 +101,8 @@ def test_hooks_of_parameters_and_modules_run_as_often_as_before():
     assert counts(model) == expected
 
 
-def test_three_readers_make_the_norm_once(monkeypatch):
+def made_by_three(monkeypatch) -> tuple[list, nn.ModuleDict, torch.Tensor]:
+    """Calls of a norm's forward, as they are added; the norm with its three readers; their loss."""
     calls = []
     forward = LlamaRMSNorm.forward
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: calls.append(1) or forward(self, x))
@@ -108,10 +110,47 @@ def test_three_readers_make_the_norm_once(monkeypatch):
     recompute(use_notes(block))
     calls.clear()
     y = block["norm"](torch.randn(3, 64, requires_grad=True))
-    loss = sum(block[n](y) for n in "qkv").sum()
+    return calls, block, sum(block[n](y) for n in "qkv").square().sum()
+
+
+def test_three_readers_and_the_norms_own_gradient_make_it_once(monkeypatch):
+    calls, _, loss = made_by_three(monkeypatch)
     assert len(calls) == 1
     loss.backward()
-    assert len(calls) == 3  # once for the readers, once for the norm's own gradient
+    assert len(calls) == 2
+
+
+def test_a_graph_that_no_gradient_of_the_norm_takes_ends_with_the_pass(monkeypatch):
+    calls, block, loss = made_by_three(monkeypatch)
+    weights = [block[n].weight for n in "qkv"]
+    first = torch.autograd.grad(loss, weights, retain_graph=True)
+    assert len(calls) == 2
+    slot = remade._slot()
+    assert slot.key is None and slot.tensor is None and slot.graph is None
+    loss.backward()
+    assert len(calls) == 3  # another pass makes it anew
+    assert all(torch.equal(g, w.grad) for g, w in zip(first, weights, strict=True))
+
+
+def test_a_made_tensor_that_was_changed_is_not_what_the_gradient_is_taken_from(monkeypatch):
+    def gradients(spoil: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer, x = norm(torch.float32), torch.randn(3, 64, requires_grad=True)
+        recompute(layer)
+        y = layer(x)
+        made = kept(recipe_of(y))
+
+        def reader(grad):
+            tensor = made.make([x, layer.weight])
+            if spoil:
+                tensor.mul_(2)
+
+        z = y * 1.0
+        z.register_hook(reader)
+        z.square().sum().backward()
+        return [x.grad, layer.weight.grad]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
 def test_called_twice_and_backward_twice():
