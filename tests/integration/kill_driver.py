@@ -1,4 +1,6 @@
-"""Kill real trainings with SIGKILL and let them go on: ``python kill_driver.py DTYPE SAVES OTHERS SEED FOLDER``.
+"""Kill real trainings with SIGKILL and let them go on.
+
+    python kill_driver.py OPTIM[:OPTIM_ARGS] DTYPE SAVES OTHERS SEED FOLDER
 
 Each training runs in a forked child (imports are made once) that resumes from ``last_complete_checkpoint`` and saves
 after every step, keeping two checkpoints. The parent kills it, in turn, at any moment and while a checkpoint is being
@@ -26,24 +28,26 @@ from hf_memopt.integrations.checkpoints import MARKER, why_not_whole
 STEPS = 10
 
 
-def train(output: Path, dtype: str, result: Path) -> None:
+def train(output: Path, optim: str, dtype: str, result: Path) -> None:
     """Train to the end from the last whole checkpoint; ``result`` gets weights and state."""
     torch.set_num_threads(1)
+    name, _, options = optim.partition(":")
+    chosen = {"optim": name, "optim_args": options or None, "max_steps": STEPS}
     model = tiny_llama(getattr(torch, dtype), hidden_size=256, intermediate_size=512)
     last = hf_memopt.last_complete_checkpoint(output)
     if last and last.endswith(f"checkpoint-{STEPS}"):
         # killed after its last save: there is nothing left to train, and a resumed Trainer would take one step more
-        t = trainer(output, model=type(model).from_pretrained(last, dtype=model.dtype), max_steps=STEPS)
+        t = trainer(output, model=type(model).from_pretrained(last, dtype=model.dtype), **chosen)
         t.create_optimizer()
         t.optimizer.load_state_dict(torch.load(os.path.join(last, "optimizer.pt"), weights_only=True))
     else:
-        t = trainer(output, model=model, max_steps=STEPS, save_steps=1, save_total_limit=2)
+        t = trainer(output, model=model, **chosen, save_steps=1, save_total_limit=2)
         t.train(resume_from_checkpoint=last)
     torch.save(snapshot(t), result.with_suffix(".tmp"))
     os.replace(result.with_suffix(".tmp"), result)
 
 
-def start(output: Path, dtype: str, result: Path) -> int:
+def start(output: Path, optim: str, dtype: str, result: Path) -> int:
     """Fork a training and return its process id."""
     pid = os.fork()
     if pid:
@@ -53,7 +57,7 @@ def start(output: Path, dtype: str, result: Path) -> int:
         log = os.open(output.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        train(output, dtype, result)
+        train(output, optim, dtype, result)
         code = 0
     except BaseException:
         import traceback
@@ -86,12 +90,13 @@ def wait_for_saves(pid: int, output: Path, count: int) -> None:
                     return
 
 
-def main(dtype: str, saves: int, others: int, seed: int, folder: Path) -> None:
+def main(optim: str, dtype: str, saves: int, others: int, seed: int, folder: Path) -> None:
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    os.waitpid(start(folder / "straight", dtype, folder / "straight.pt"), 0)
+    os.waitpid(start(folder / "straight", optim, dtype, folder / "straight.pt"), 0)
     straight = torch.load(folder / "straight.pt")
     story = {
+        "optim": optim,
         "dtype": dtype,
         "trainings": 0,
         "killed_in_a_save": 0,
@@ -108,7 +113,7 @@ def main(dtype: str, saves: int, others: int, seed: int, folder: Path) -> None:
         while True:
             last = hf_memopt.last_complete_checkpoint(output)
             resumed_at.append(int(last.rpartition("-")[2]) if last else 0)
-            pid = start(output, dtype, result)
+            pid = start(output, optim, dtype, result)
             if aim_at_save:
                 wait_for_saves(pid, output, rng.randrange(1, 4))
                 time.sleep(rng.uniform(0, 0.03))
@@ -129,4 +134,4 @@ def main(dtype: str, saves: int, others: int, seed: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:6]), Path(sys.argv[6]))

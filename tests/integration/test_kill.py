@@ -14,11 +14,19 @@ SAVES, OTHERS = 3, 2
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks the trainings it kills")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_killed_trainings_end_bit_equal(dtype, tmp_path):
+@pytest.mark.parametrize(
+    "optim, dtype",
+    [
+        ("taco_adamw", "float32"),
+        ("taco_adamw", "bfloat16"),
+        ("galore_taco_adamw:rank=0.25,update_proj_gap=3", "bfloat16"),
+        ("compact_taco_adamw:rank=0.25,update_proj_gap=3", "bfloat16"),
+    ],
+)
+def test_killed_trainings_end_bit_equal(optim, dtype, tmp_path):
     driver = os.path.join(os.path.dirname(__file__), "kill_driver.py")
     done = subprocess.run(
-        [sys.executable, driver, dtype, str(SAVES), str(OTHERS), "0", str(tmp_path / "runs")],
+        [sys.executable, driver, optim, dtype, str(SAVES), str(OTHERS), "0", str(tmp_path / "runs")],
         capture_output=True,
         text=True,
         timeout=1800,
