@@ -50,6 +50,8 @@ def main() -> None:
     what.add_argument("--list", action="store_true", help="print the commands of the runs")
     what.add_argument("--tables", action="store_true", help="write README.md and the plot")
     parser.add_argument("--model", nargs="+", choices=lora_activations.MODELS, help="of --activations; default: all")
+    shapes = list(lora_step.SHAPES)
+    parser.add_argument("--shape", nargs="+", choices=shapes, default=shapes, help="of --steps-time")
     parser.add_argument("--dtype", nargs="+", choices=lora_step.DTYPES, default=lora_step.DTYPES)
     parser.add_argument("--rounds", type=int, default=5, help="of --steps-time")
     parser.add_argument("--results", type=pathlib.Path, default=FOLDER)
@@ -57,7 +59,7 @@ def main() -> None:
     if given.activations:
         lora_activations.run(given.results / "activations", given.model)
     elif given.steps_time:
-        lora_step.run(given.dtype, given.rounds, given.results)
+        lora_step.run(given.shape, given.dtype, given.rounds, given.results)
     elif given.list:
         print("\n".join(command(way, given.results) for way in MATRIX))
     else:

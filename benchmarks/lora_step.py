@@ -1,10 +1,11 @@
 """Seconds of a whole training step with adapters, for `benchmarks/lora.py --steps-time`. CPU, one thread.
 
-Forward, backward and torch's AdamW (foreach) on 2 x 256 tokens through 6 Llama blocks of SmolLM2-135M's widths, LoRA on
-all linear layers (`lora_ways.py`). Interleaved as in `benchmarks/compact_step.py`, which says why: in a round every way
-makes one step, the order rotating, and ratios are taken round by round; `seconds` are of the process on its core,
-`wall_seconds` beside them. One process for each dtype; its JSON is written after every round and holds the rounds of an
-earlier call too, if that ran the same code.
+Forward, backward and torch's AdamW (foreach) on 2 x 256 tokens through 6 Llama blocks of SmolLM2-135M's widths, and
+through one block of Llama-3-8B's; LoRA on all linear layers (`lora_ways.py`). Elementwise work, recomputation above
+all, has at 4096 features a seventh of the share that it has at 576. Interleaved as in `benchmarks/compact_step.py`,
+which says why: in a round every way makes one step, the order rotating, and ratios are taken round by round; `seconds`
+are of the process on its core, `wall_seconds` beside them. One process for each shape and dtype; its JSON is written
+after every round and holds the rounds of an earlier call too, if that ran the same code.
 
 In fp32 PEFT's adapters have the base's dtype already, so the ways with adapters in bf16 are not measured there.
 """
@@ -24,12 +25,14 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.compact_step import BATCH, DTYPES, FIRST, SIZES, TOKENS, build_model, earlier, path_of, ratios
+from benchmarks.compact_step import BATCH, DTYPES, FIRST, SIZES, TOKENS, build_model, earlier, ratios
 from benchmarks.held_bytes import held_bytes
+from benchmarks.lora_activations import LLAMA_3_8B
 from benchmarks.lora_ways import EXACT, EXACT_ALONE, NARROW, PEFT, VELORA, VELORA_NARROW, Way, adapted
 
 FOLDER = common.RESULTS / "lora"
 LEARNING_RATE = 3e-4
+SHAPES = {"smollm2-135m-blocks": SIZES, "llama-3-8b-block": LLAMA_3_8B}
 BASELINE, BASELINE_NARROW = Way(memory=PEFT), Way(memory=NARROW)
 WAYS = [
     BASELINE,
@@ -123,26 +126,32 @@ def ratio(record: dict[str, Any], name: str, to: str) -> float | None:
     return statistics.median(ratios(record, name, to)) if name in found and to in found else None
 
 
-def run(dtypes: list[str], rounds: int, folder: pathlib.Path = FOLDER) -> None:
-    """Each dtype in a process of its own, with one thread for every library from its start."""
+def path_of(folder: pathlib.Path, shape: str, dtype: str) -> pathlib.Path:
+    return folder / "step" / f"{shape}-{dtype}.json"
+
+
+def run(shapes: list[str], dtypes: list[str], rounds: int, folder: pathlib.Path = FOLDER) -> None:
+    """Each shape and dtype in a process of its own, with one thread for every library from its start."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    for dtype in dtypes:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.lora_step", dtype, str(rounds)]
-        done = subprocess.run([*command, str(path_of(folder, dtype))], cwd=common.ROOT, env={**os.environ, **threads})
-        if done.returncode:
-            raise SystemExit(f"{dtype} ended with status {done.returncode}")
+    for shape in shapes:
+        for dtype in dtypes:
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.lora_step", shape, dtype, str(rounds)]
+            command.append(str(path_of(folder, shape, dtype)))
+            done = subprocess.run(command, cwd=common.ROOT, env={**os.environ, **threads})
+            if done.returncode:
+                raise SystemExit(f"{shape}, {dtype} ended with status {done.returncode}")
 
 
-def load(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """dtype -> record."""
-    paths = {dtype: path_of(folder, dtype) for dtype in DTYPES}
-    return {dtype: json.loads(p.read_text(encoding="utf8")) for dtype, p in paths.items() if p.is_file()}
+def load(folder: pathlib.Path = FOLDER) -> dict[tuple[str, str], dict[str, Any]]:
+    """(shape, dtype) -> record."""
+    paths = {(shape, dtype): path_of(folder, shape, dtype) for shape in SHAPES for dtype in DTYPES}
+    return {key: json.loads(p.read_text(encoding="utf8")) for key, p in paths.items() if p.is_file()}
 
 
 def main() -> None:
-    dtype, rounds, path = sys.argv[1:]
+    shape, dtype, rounds, path = sys.argv[1:]
     torch.set_num_threads(1)
-    measure(dtype, int(rounds), pathlib.Path(path))
+    measure(dtype, int(rounds), pathlib.Path(path), sizes=SHAPES[shape])
 
 
 if __name__ == "__main__":

@@ -166,11 +166,11 @@ def test_a_configuration_has_one_file_and_is_measured_once(tmp_path, monkeypatch
 def test_rounds_go_on_where_they_stopped_and_exact_ways_have_the_same_losses(tmp_path):
     names = (PEFT, EXACT, "compressed:0.25:none")
     ways = [*(Way("lora", memory) for memory in names), Way("lora", PEFT, checkpointing=True)]
-    path = lora_step.path_of(tmp_path, "float32")
+    path = lora_step.path_of(tmp_path, "llama-3-8b-block", "float32")
     lora_step.measure("float32", 1, path, ways, SIZES)
     first = json.loads(path.read_text())
     lora_step.measure("float32", 2, path, ways, SIZES)
-    read = lora_step.load(tmp_path)["float32"]["configurations"]
+    read = lora_step.load(tmp_path)["llama-3-8b-block", "float32"]["configurations"]
     for name, found in read.items():
         assert len(found["seconds"]) == 2 and found["seconds"][:1] == first["configurations"][name]["seconds"]
     plain, exact, compressed, checkpointed = (read[way.name] for way in ways)
@@ -249,7 +249,8 @@ def test_the_page_names_what_is_missing_and_compares_with_the_default(tmp_path):
     from benchmarks.lora_page import page
 
     empty = page(tmp_path / "none")
-    assert "Missing: smollm2-135m, llama-3-8b-block." in empty and "Missing: float32, bfloat16." in empty
+    assert "Missing: smollm2-135m, llama-3-8b-block." in empty
+    assert "Missing: smollm2-135m-blocks, float32; smollm2-135m-blocks, bfloat16;" in empty
     assert "yes" not in empty and set(cells(empty, "lora-exact")[1:]) == {"missing"}
 
     def block(name, way, nbytes):
