@@ -28,7 +28,7 @@ from benchmarks.tables import against_adamw, at_the_edge, best_rate, by_strategy
 
 FOLDER = RESULTS / "galore"
 BASELINE = "adamw_torch"
-TASKS = {"llama-pretrain": (128, 100), "sotu-lm": (576, 15)}
+TASKS = {"llama-pretrain": (128, 100), "sotu-lm": (576, 15), "reviews-cls": (384, 20)}
 """Task -> (width of its model, update_proj_gap: a quarter of its steps at most)."""
 FRACTIONS = (0.25, 0.125)
 OURS, TERNARY = "memopt_galore_adamw", "galore_taco_adamw"
@@ -116,7 +116,9 @@ def command(run: Run, task: str, folder: pathlib.Path = FOLDER) -> str:
 
 def projected_bits(result: dict[str, Any]) -> float | None:
     """Bits a parameter of the state of what is projected; None where nothing is."""
-    groups = [g for g in result["param_groups"] if g.get("treatment", "projected") == "projected" and "rank" in g]
+    groups = [
+        g for g in result.get("param_groups", []) if g.get("treatment", "projected") == "projected" and "rank" in g
+    ]
     parameters = sum(g["parameters"] for g in groups)
     return 8 * sum(g["state_bytes"] for g in groups) / parameters if parameters else None
 
@@ -179,7 +181,7 @@ def plot(task: str, results: list[dict[str, Any]], path: pathlib.Path) -> None:
         after = [r["after"] for r in runs]
         mean = statistics.mean(after)
         optim = runs[0]["optim"]
-        rank = next((g["rank"] for g in runs[0]["param_groups"] if "rank" in g), None)
+        rank = next((g["rank"] for g in runs[0].get("param_groups", []) if "rank" in g), None)
         width, _ = TASKS[task]
         fraction = None if rank is None else (rank / width if isinstance(rank, int) else rank)
         label = optim if fraction is None else f"{optim}, rank {fraction:g}"
