@@ -1,6 +1,7 @@
 """Evidence for LoRA and QLoRA: activation bytes, peak, seconds and loss beside PEFT, VeLoRA and checkpointing.
 
     python -m benchmarks.lora --activations   # bytes that forward leaves behind (benchmarks/lora_activations.py)
+    python -m benchmarks.lora --memory        # simulated peak of Llama-3-8B (benchmarks/lora_memory.py)
     python -m benchmarks.lora --steps-time    # seconds of a training step (benchmarks/lora_step.py)
     python -m benchmarks.lora --list          # the commands of benchmarks.quality that make the runs of sotu-lm
     python -m benchmarks.lora --tables        # benchmarks/results/lora/README.md and its plot, from the JSON
@@ -15,7 +16,7 @@ import argparse
 import pathlib
 import shlex
 
-from benchmarks import common, lora_activations, lora_step
+from benchmarks import common, lora_activations, lora_memory, lora_step
 from benchmarks.lora_ways import EXACT, NARROW, NO_UPCAST, PEFT, VELORA, Way
 from benchmarks.quality import strategy_name
 
@@ -46,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--activations", action="store_true", help="count what forward leaves behind")
+    what.add_argument("--memory", action="store_true", help="simulate the peak of Llama-3-8B")
     what.add_argument("--steps-time", action="store_true", help="measure training steps")
     what.add_argument("--list", action="store_true", help="print the commands of the runs")
     what.add_argument("--tables", action="store_true", help="write README.md and the plot")
@@ -58,6 +60,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.activations:
         lora_activations.run(given.results / "activations", given.model)
+    elif given.memory:
+        lora_memory.run(given.results / "memory")
     elif given.steps_time:
         lora_step.run(given.shape, given.dtype, given.rounds, given.results)
     elif given.list:

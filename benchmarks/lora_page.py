@@ -7,8 +7,8 @@ import pathlib
 import statistics
 from typing import Any
 
-from benchmarks import lora_activations, lora_step
-from benchmarks.compact_page import gap
+from benchmarks import lora_activations, lora_memory, lora_step
+from benchmarks.compact_page import gap, memory_rows
 from benchmarks.demo import table
 from benchmarks.lora import FOLDER, MATRIX, TASK, strategy
 from benchmarks.lora_activations import DROPOUT, WAYS
@@ -38,6 +38,10 @@ and of PEFT with bf16 adapters for the same kind of base and dropout. The model'
 too; its peak is of forward and backward, with weights and gradients. On CPUs torch's dropout keeps its mask in the
 input's dtype, on GPUs in one byte an element: PEFT's rows with dropout would be smaller there, by 3 (fp32 adapters) or
 1 (bf16) bytes for each of the 6 H + I features that adapters read in a block; this package keeps no mask.
+""".strip()
+MEMORY_NOTE = """
+LoRA on all of Llama-3-8B in bf16, one sequence of 2048 tokens, AdamW, simulated on the real code
+(`benchmarks/lora_memory.py`); GiB at the highest moment of a step, and what is there at that moment.
 """.strip()
 STEP_NOTE = """
 Forward, backward and AdamW on 2 x 256 tokens, LoRA, through 6 blocks of SmolLM2-135M's widths and through one of
@@ -221,7 +225,9 @@ def page(folder: pathlib.Path = FOLDER) -> str:
             lines += [f"### {name}, {title}", "", table(rows), ""]
     absent = [name for name in lora_activations.MODELS if name not in found]
     lines += [f"Missing: {', '.join(absent)}.", ""] if absent else []
-    lines += [f"Dropout, where it is on, is {DROPOUT:g}.", "", "## Seconds a step", "", STEP_NOTE, ""]
+    lines += [f"Dropout, where it is on, is {DROPOUT:g}.", "", "## Peak memory at 8B", "", MEMORY_NOTE, ""]
+    memory = lora_memory.load(folder / "memory")
+    lines += [table(memory_rows(memory)) if memory else "Missing.", "", "## Seconds a step", "", STEP_NOTE, ""]
     for (shape, dtype), record in steps.items():
         where = f"{record['machine']['cpu']}, {record['machine']['threads']} thread(s)"
         rounds = len(record["configurations"][BASELINE.name]["seconds"])

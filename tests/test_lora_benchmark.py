@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import common, lora, lora_activations, lora_step, quality, sotu_lm
+from benchmarks import common, lora, lora_activations, lora_memory, lora_step, quality, sotu_lm
 from benchmarks.held_bytes import held_bytes
 from benchmarks.lora_ways import (
     EXACT,
@@ -177,6 +177,18 @@ def test_rounds_go_on_where_they_stopped_and_exact_ways_have_the_same_losses(tmp
     assert plain["losses"][0] == exact["losses"][0] == checkpointed["losses"][0] != compressed["losses"][0]
     assert exact["activation_bytes"] < plain["activation_bytes"]
     assert not any(way.narrow for way in lora_step.ways_of("float32"))
+
+
+def test_a_peak_is_simulated_once_and_smaller_with_less_kept(tmp_path, monkeypatch):
+    ways = [Way(), Way("lora", NARROW), Way("lora", EXACT), Way("lora", EXACT, checkpointing=True)]
+    monkeypatch.setattr(lora_memory, "WAYS", ways)
+    lora_memory.run(tmp_path, {**SIZES, "num_hidden_layers": 6}, TOKENS)
+    found = [record["memory"] for record in lora_memory.load(tmp_path).values()]
+    kept = [memory["after"]["forward"]["components"]["activations"] for memory in found]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(ways)
+    assert found[0]["peak_bytes"] > found[2]["peak_bytes"] > 0
+    monkeypatch.setattr(lora_memory, "simulate", None)
+    lora_memory.run(tmp_path, SIZES, TOKENS)
 
 
 @pytest.fixture
